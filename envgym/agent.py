@@ -1,0 +1,58 @@
+"""What an agent is: it turns a policy into actions, tokens in and tokens out, and writes down what happened."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from .engines.base import Generation, SamplingParams
+from .env import CheckedEnv
+from .render import Renderer
+from .types import Episode, Task
+
+
+class Sampler(Protocol):
+    """An engine bound to one episode: it knows the episode's sampling defaults, seed and request ids."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The run's sampling parameters for one turn."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's context length in tokens."""
+        ...
+
+    async def generate(self, token_ids: list[int], sampling: SamplingParams) -> Generation:
+        """Sample one turn after `token_ids`. Each call is the episode's next turn."""
+        ...
+
+
+class AgentConfig(BaseModel):
+    """Base class of an agent's settings. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(slots=True)
+class Agent(ABC):
+    """Plays one episode at a time; one agent plays many at once, so it keeps no state between calls.
+
+    `run` returns what happened with `outcome`, `rows`, `reward`, `score` and `messages` filled in; the runner
+    adds ids, groups and times. Exceptions of the environment or the engine may pass through: the runner
+    turns them into a failed episode.
+    """
+
+    renderer: Renderer
+    config: AgentConfig
+
+    Config: ClassVar[type[AgentConfig]] = AgentConfig
+    samples: ClassVar[bool] = True
+    """False for agents that replay recorded answers: no engine is started for them."""
+
+    @abstractmethod
+    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode: ...

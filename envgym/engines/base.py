@@ -1,0 +1,87 @@
+"""What an engine is: token ids and sampling parameters in; token ids, log-probabilities and versions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..types import StopReason, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one turn. Frozen: no two episodes can share mutable parameters.
+
+    With `top_p` below 1 the support is cut and importance ratios are biased, so the default is 1.
+    `temperature` 0 is greedy. `seed` makes one request repeatable (deterministic mode).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation to make. `id` is unique among those in flight; `multi_modal` is passed through."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    multi_modal: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was sampled: `token_ids` [T] (end-of-turn token included), `logprobs` [T] in nats of the
+    distribution sampled from, why it ended, and which policy version sampled which tokens."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself when it is ready: kind (`vllm 0.32.0`), context length in tokens."""
+
+    kind: str
+    max_model_len: int
+    notes: tuple[str, ...] = field(default=())
+
+
+class Engine(Protocol):
+    """A policy that can be sampled. Calls may overlap; results come as each request finishes."""
+
+    async def info(self) -> EngineInfo: ...
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample one turn. Raises `WorkerError` where the request can never fit the context."""
+        ...
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
+        ...
+
+    async def load_weights(self, path: str, version: int) -> None:
+        """Replace the weights by those of a safetensors file and stamp what is sampled from now on with
+        `version`. Requests in flight go on, and their later tokens carry the new version."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop sampling, keeping requests in flight where they are."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give accelerator memory back (weights and cache); a no-op on a CPU."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...

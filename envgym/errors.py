@@ -1,0 +1,63 @@
+"""The errors a user can meet. Each is one clear line: what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class EnvgymError(Exception):
+    """A mistake or condition the user can mend. The command line prints it as one line and exits with 2."""
+
+
+class ConfigError(EnvgymError):
+    """A configuration key or value that cannot be used."""
+
+
+class DataError(EnvgymError):
+    """A data file that is missing or has a malformed row; the message names the file and the line."""
+
+
+class NameNotFound(EnvgymError):
+    """An environment, learner, recipe or agent id that nothing is registered under."""
+
+
+class VersionNotFound(EnvgymError):
+    """A registered environment name with a version that does not exist."""
+
+
+class MissingDependency(EnvgymError):
+    """An optional package that is not installed; the message holds the command that installs it."""
+
+
+class ResetNeeded(EnvgymError):
+    """`step` was called before `reset`, or after the episode had ended."""
+
+
+class InvalidStep(EnvgymError):
+    """An environment returned something that is not Gymnasium's tuple (a reward that is not a number, say)."""
+
+
+class RunError(EnvgymError):
+    """A run folder that exists already, cannot be resumed, or a run that cannot go on."""
+
+
+class WorkerError(EnvgymError):
+    """A worker process raised an error; the message is the last line, the worker's log file has the rest."""
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended without being asked to."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the nearest known name, or an empty string."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def missing_package(package: str, extra: str, purpose: str) -> MissingDependency:
+    """Build the error for an optional package: says what needs it and the command that installs it."""
+    return MissingDependency(
+        f"{purpose} needs the package {package!r}, which is not installed: pip install 'envgym[{extra}]'"
+    )

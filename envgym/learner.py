@@ -1,0 +1,150 @@
+"""What a learner is: it declares the models it needs, turns groups of episodes into rows, and has a loss.
+
+`prepare` and `denominators` run in the controller on plain arrays; `loss` runs in the worker that holds the
+model. All three are pure, so a learner is tested without a trainer, and the trainer knows none by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .types import Group, Objective
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float32]
+    IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A model the learner needs. `head` `lm` gives log-probabilities of the tokens, `scalar` one value a token.
+
+    A role that is not `trained` only scores rows before `prepare`: its [T] numbers arrive as
+    `row.outputs[role]`. So do those of a trained role with `scored=True` (a critic's values).
+    """
+
+    trained: bool = False
+    scored: bool = True
+    head: Literal["lm", "scalar"] = "lm"
+
+
+@dataclass(slots=True)
+class LearnRow:
+    """One sequence, ready for a worker.
+
+    token_ids    [T] int64
+    weights      [T] float32, how much token t counts (predicted from the tokens before it); weights[0] is 0
+    old_logprobs [T] float32 nats, log-probabilities as sampled; NaN where nothing was sampled
+    arrays       name -> [T] float32, what the learner's loss reads (advantages, reference log-probabilities)
+    unit         rows of one unit (a pair, a group) stay in one micro-batch
+    episode      index of the episode within the batch, for aggregation by episode
+    current      whether every sampled token comes from the weights about to be trained
+    """
+
+    token_ids: IntArray
+    weights: FloatArray
+    old_logprobs: FloatArray
+    objective: Objective
+    arrays: dict[str, FloatArray] = field(default_factory=dict)
+    temperature: float = 1.0
+    unit: int = 0
+    episode: int = 0
+    current: bool = True
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """A padded micro-batch of rows of one objective, as tensors in the worker. B rows, T tokens.
+
+    token_ids [B, T]; weights, old_logprobs and every entry of arrays [B, T]. Padding has weight 0.
+    `episodes` [B] are the rows' episode indexes.
+    """
+
+    objective: Objective
+    token_ids: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor
+    arrays: dict[str, torch.Tensor]
+    episodes: torch.Tensor
+
+
+Metrics = dict[str, tuple[float, float]]
+"""name -> (numerator, denominator); summed over micro-batches and ranks, then divided. Names that end in
+`/max` hold (value, 1) and the largest is kept."""
+
+
+class LearnerConfig(BaseModel):
+    """Settings every learner has. A learner's own `Config` subclasses this and adds its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = "grpo"
+    """Id, file path (`file.py:Name`) or import path of the learner."""
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up: stay, or fall to `lr_min_ratio` of the peak by the last step."""
+    lr_min_ratio: float = Field(0.1, ge=0, le=1)
+    """The share of the peak learning rate that a falling schedule ends at."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps one rollout is cut into (by units, in order)."""
+    epochs: int = Field(1, ge=1)
+    """Times one rollout is trained on."""
+
+
+class Learner(ABC):
+    """Subclass, set `Config` and `roles`, write `prepare` and `loss`. Nothing here may import torch at the top."""
+
+    Config: ClassVar[type[LearnerConfig]] = LearnerConfig
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self.config = config
+
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        """The models this learner needs, by role. `actor` is the policy."""
+        return {"actor": RoleSpec(trained=True, scored=False)}
+
+    min_group_size: ClassVar[int] = 1
+    """Episodes of one task a group must have to be learned from."""
+
+    @abstractmethod
+    def prepare(self, groups: Sequence[Group]) -> list[LearnRow]:
+        """Rows to train on, with the numbers the loss reads. Failed episodes are not among `groups`' members."""
+
+    def denominators(self, rows: Sequence[LearnRow]) -> dict[str, float]:
+        """What each objective's sum is divided by, over one whole optimizer step (all ranks, all micro-batches).
+
+        By default the total weight: a mean over tokens.
+        """
+        totals: dict[str, float] = {}
+        for row in rows:
+            totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+        return {name: max(total, 1e-8) for name, total in totals.items()}
+
+    @abstractmethod
+    def loss(
+        self, role: str, outputs: torch.Tensor, batch: RowBatch, denominators: Mapping[str, float]
+    ) -> tuple[torch.Tensor, Metrics]:
+        """The micro-batch's share of the step's loss (a scalar) and what to log.
+
+        `outputs` [B, T]: for an `lm` head log-probabilities of token t given those before it, at the
+        temperature the row was sampled at (0 at t = 0); for a `scalar` head one value a token.
+        """

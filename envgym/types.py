@@ -1,0 +1,306 @@
+"""The words every part speaks: tasks, observations, actions, episodes and the rows they leave to train on.
+
+Plain dataclasses without heavy imports. They cross process boundaries by pickle and become rows of a
+columnar file in the run folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+# ---------------------------------------------------------------------------------------------------------
+# What an environment and a policy say to each other
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of text in a message. Other kinds of part (images) join it here."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts."""
+
+    role: str
+    content: tuple[TextPart, ...]
+
+    @classmethod
+    def of(cls, role: str, text: str) -> Message:
+        return cls(role, (TextPart(text),))
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+    def as_dict(self) -> dict[str, str]:
+        """The `{"role": …, "content": …}` form that chat templates and OpenAI-compatible APIs take."""
+        return {"role": self.role, "content": self.text}
+
+
+def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Normalise a prompt: a string becomes one user message, mappings become `Message`.
+
+    Raises `TypeError` for anything else.
+    """
+    if isinstance(prompt, str):
+        return (Message.of("user", prompt),)
+    messages = []
+    for item in prompt:
+        if isinstance(item, Message):
+            messages.append(item)
+        elif isinstance(item, Mapping) and isinstance(item.get("role"), str):
+            content = item.get("content", "")
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            messages.append(Message(item["role"], tuple(TextPart(text) for text in parts)))
+        else:
+            raise TypeError(f"a prompt is a string or a list of {{'role', 'content'}} messages, not {item!r}")
+    return tuple(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem, as data.
+
+    `id` is unique within its task set; `prompt` is plain text or messages; `answer` is what the
+    environment checks against; `fields` holds whatever else the row had; `difficulty` is free in scale;
+    `seed` is the reset seed that makes the problem, for environments that make problems from seeds.
+    """
+
+    id: str
+    prompt: str | tuple[Message, ...] = ""
+    answer: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    difficulty: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the environment says: chat `messages`, or raw `text` (base models, untemplated feedback).
+
+    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`).
+    """
+
+    messages: tuple[Message, ...] = ()
+    text: str | None = None
+    sampling: Mapping[str, Any] | None = None
+
+
+def as_observation(value: Any) -> Observation:
+    """Accept what environments find natural to return: an `Observation`, raw text, messages, or None.
+
+    Raises `TypeError` for anything else.
+    """
+    if isinstance(value, Observation):
+        return value
+    if value is None:
+        return Observation()
+    if isinstance(value, str):
+        return Observation(text=value)
+    if isinstance(value, Message):
+        return Observation(messages=(value,))
+    if isinstance(value, Sequence):
+        return Observation(messages=as_messages(value))
+    raise TypeError(f"an observation is text, messages or an Observation, not {type(value).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One parsed tool call. `arguments` are as the model wrote them, parsed from JSON."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class StopReason(StrEnum):
+    """Why the policy's turn ended."""
+
+    STOP = "stop"
+    """The model ended its turn (end-of-turn token or stop string)."""
+    LENGTH = "length"
+    """The turn's or the episode's token budget ran out."""
+    ABORT = "abort"
+    """The engine gave the request up (shutdown, deadline)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy did in one turn: its text, the exact token ids, parsed tool calls, and why it stopped."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: StopReason = StopReason.STOP
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What an episode leaves behind
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens `[start, end)` of a generation were sampled with policy weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+Role = Literal["prompt", "action", "feedback"]
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens with one author.
+
+    `token_ids` [T]; `weights` [T]: how much each token counts in the row's objective (default 1 on actions,
+    0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
+    sampled from, and the policy `versions` that sampled them.
+    """
+
+    role: Role
+    token_ids: list[int]
+    weights: list[float] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    versions: tuple[VersionSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            self.weights = [1.0 if self.role == "action" else 0.0] * len(self.token_ids)
+        if len(self.weights) != len(self.token_ids):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.token_ids)} tokens")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens")
+
+
+@dataclass(slots=True)
+class Turn:
+    """One action of the policy and what the environment paid for it (None: nothing was said)."""
+
+    reward: float | None
+    stop_reason: StopReason
+
+
+class Objective(StrEnum):
+    """How a row's tokens enter the loss. Each objective has a denominator of its own in a batch."""
+
+    POLICY_GRADIENT = "policy_gradient"
+    CROSS_ENTROPY = "cross_entropy"
+    DISTILLATION = "distillation"
+    PAIR = "pair"
+    LABEL = "label"
+
+
+@dataclass(slots=True)
+class Row:
+    """One token sequence to train on: segments in order, their objective, the turns they hold.
+
+    `temperature` is the one its actions were sampled at. `outputs` collects what scoring roles say about
+    the row before the learner sees it (`{"reference": [T] log-probabilities}`), one number a token.
+    """
+
+    segments: list[Segment]
+    objective: Objective = Objective.POLICY_GRADIENT
+    turns: list[Turn] = field(default_factory=list)
+    label: Any = None
+    temperature: float = 1.0
+    outputs: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def weights(self) -> list[float]:
+        return [weight for segment in self.segments for weight in segment.weights]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """[T] log-probabilities as sampled; NaN where nothing was sampled."""
+        nan = float("nan")
+        return [x for s in self.segments for x in (s.logprobs if s.logprobs is not None else [nan] * len(s.token_ids))]
+
+    @property
+    def n_action_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments if segment.role == "action")
+
+
+class Status(StrEnum):
+    """How an episode ended."""
+
+    COMPLETED = "completed"
+    """The environment said `terminated`."""
+    TRUNCATED = "truncated"
+    """A limit ended it: the environment's (`truncated`) or a token, turn or context budget. It still counts."""
+    FAILED = "failed"
+    """Something broke that is not the policy's doing. It is counted and shown; it is never a reward of zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`status`; `reason` says which limit (truncated) or what kind of failure (failed), in one word or two.
+
+    `retryable` and `message` belong to failures.
+    """
+
+    status: Status
+    reason: str = ""
+    retryable: bool = False
+    message: str = ""
+
+    @classmethod
+    def completed(cls) -> Outcome:
+        return cls(Status.COMPLETED)
+
+    @classmethod
+    def truncated(cls, reason: str) -> Outcome:
+        return cls(Status.TRUNCATED, reason)
+
+    @classmethod
+    def failed(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:
+        return cls(Status.FAILED, kind, retryable, message)
+
+
+@dataclass(slots=True)
+class Episode:
+    """What happened when a policy met a task.
+
+    `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
+    rates and filters use (the environment's, or the reward where that lies in [0, 1]). `rows` are what is
+    trained on; an episode has more than one only where its context was not one growing sequence.
+    `messages` is the conversation, for people.
+    """
+
+    id: str
+    task: Task
+    outcome: Outcome
+    rows: list[Row] = field(default_factory=list)
+    reward: float | None = None
+    score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    env: str = ""
+    group: str = ""
+    member: int = 0
+    seed: int = 0
+    attempt: int = 0
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome.status is Status.FAILED
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one task that are compared with each other. Ragged where members failed."""
+
+    id: str
+    task: Task
+    episodes: list[Episode]
