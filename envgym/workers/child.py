@@ -1,0 +1,144 @@
+"""The process side of the local runtime: `python -m envgym.workers.child FD PARENT` hosts one worker object.
+
+The first message names the class and its arguments; every later one is a call. Methods run on this process's
+event loop: plain ones at once, coroutines as tasks, many in flight. The process ends when it is asked to, when
+the socket closes, and, by the kernel, when its parent dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib
+import inspect
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from envgym import errors
+
+from .frames import Outbox, read_frame
+
+_PR_SET_PDEATHSIG = 1
+
+START = 0
+"""Id of the answer to the first message: the constructor has returned."""
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux; elsewhere the socket tells)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def load_target(target: str) -> Any:
+    """Import `package.module:Class`."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """(class, one-line message) of an exception, to cross the wire without unpickling foreign classes.
+
+    The class is the name of the nearest class in `envgym.errors`, or empty for an exception that is not ours.
+    """
+    if isinstance(error, errors.EnvgymError):
+        ours = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
+        return ours, str(error)
+    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
+
+
+class Host:
+    """One worker object and the calls that run on it."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._worker: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def start(self, target: str, kwargs: dict[str, Any]) -> bool:
+        try:
+            self._worker = load_target(target)(**kwargs)
+        except Exception as error:
+            self._fail(START, error)
+            return False
+        self._outbox.post((START, None, None))
+        return True
+
+    def run(self, call: int, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start one call; `method` None cancels it."""
+        if method is None:
+            if call in self._tasks:
+                self._tasks[call].cancel()
+            return
+        try:
+            result = getattr(self._worker, method)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                task = asyncio.ensure_future(self._finish(call, result))
+                self._tasks[call] = task
+                task.add_done_callback(lambda _: self._tasks.pop(call))
+            else:
+                self._outbox.post((call, None, result))
+        except Exception as error:
+            self._fail(call, error)
+
+    async def _finish(self, call: int, result: Any) -> None:
+        try:
+            self._outbox.post((call, None, await result))
+        except Exception as error:
+            self._fail(call, error)
+
+    def _fail(self, call: int, error: Exception) -> None:
+        traceback.print_exception(error)
+        self._outbox.post((call, describe_error(error), None))
+
+    async def close(self) -> None:
+        close = getattr(self._worker, "close", None)
+        result = close() if close else None
+        if inspect.isawaitable(result):
+            await result
+
+
+async def serve(fd: int) -> int:
+    """Host a worker for whoever holds the other end of the socket `fd`. Returns the exit status."""
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)  # processes the worker starts must not hold the line open
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    outbox = Outbox(writer)
+    host = Host(outbox)
+    first = await read_frame(reader)
+    if first is None:
+        return 1
+    target, kwargs, sys.path[:] = first[0]
+    if not host.start(target, kwargs):
+        outbox.flush()
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        return 1
+    while (frame := await read_frame(reader)) is not None:
+        for message in frame:
+            if message is None:
+                await host.close()
+                return 0
+            host.run(*message)
+    print("the controller is gone: ending", file=sys.stderr, flush=True)
+    os._exit(1)  # not by way of exit handlers: whatever still runs here has nobody to answer to
+
+
+def main() -> None:
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    faulthandler.enable()
+    sys.exit(asyncio.run(serve(fd)))
+
+
+if __name__ == "__main__":
+    main()

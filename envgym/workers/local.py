@@ -1,0 +1,214 @@
+"""Workers as child processes of the controller, on this machine.
+
+Each worker is a fresh interpreter (never a fork: torch and vLLM do not survive one) that talks over a socket pair
+and writes its output to a file of the run folder. See `frames` for the wire and `child` for the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from envgym import errors
+from envgym.errors import WorkerDied, WorkerError
+
+from .child import START
+from .frames import Outbox, read_frame
+
+START_TIMEOUT = 300.0
+"""Seconds a worker's constructor may take (imports and loading a model included)."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds a worker may take to end by itself when asked, and again when terminated, before it is killed."""
+
+
+class LocalWorker:
+    """The controller's end of one worker process. Made by `LocalRuntime.start`."""
+
+    def __init__(
+        self,
+        name: str,
+        log: Path,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._name = name
+        self.log = log
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._outbox = Outbox(writer)
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._last_call = START
+        self._end: WorkerError | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
+        """Build the worker object in the process; raises what its constructor raised."""
+        ready = self._expect(START)
+        self._outbox.post((target, dict(kwargs), sys.path))
+        async with asyncio.timeout(START_TIMEOUT):
+            await ready
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._end is not None:
+            raise self._end
+        self._last_call += 1
+        call = self._last_call
+        self._outbox.post((call, method, args, kwargs))
+        answer = self._expect(call)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._pending.pop(call, None) is not None:
+                self._outbox.post((call, None, (), {}))
+            raise
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        self._signal(signal.SIGKILL)
+        await self._watching
+
+    async def _close(self) -> None:
+        if self._end is None:
+            self._fail(WorkerError(f"{self._name}: the worker has been closed"))
+            self._outbox.post(None)
+        for last_word in (signal.SIGTERM, signal.SIGKILL):
+            done, _ = await asyncio.wait({self._watching}, timeout=CLOSE_TIMEOUT)
+            if done:
+                return
+            self._signal(last_word)
+        await self._watching
+
+    def _expect(self, call: int) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[call] = future
+        return future
+
+    async def _read(self) -> None:
+        while (frame := await read_frame(self._reader)) is not None:
+            for call, error, result in frame:
+                future = self._pending.pop(call, None)
+                if future is None or future.done():
+                    continue  # its caller gave up
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(self._rebuild(*error))
+
+    def _rebuild(self, kind: str, message: str) -> Exception:
+        if kind:
+            rebuilt: Exception = getattr(errors, kind)(message)
+            return rebuilt
+        return WorkerError(f"{self._name}: {message} (log: {self.log})")
+
+    async def _watch(self) -> None:
+        """Read answers until the process ends, then tell everyone who still waits."""
+        reading = asyncio.create_task(self._read())
+        ending = asyncio.create_task(self._process.wait())
+        await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and reading.exception() is not None:
+            self._signal(signal.SIGKILL)  # what it says cannot be understood: it is of no use any more
+        status = await ending
+        await asyncio.wait({reading}, timeout=1.0)  # what it said before it ended still counts
+        reading.cancel()
+        self._signal(signal.SIGKILL)  # processes it started and left behind
+        self._writer.close()
+        self._fail(WorkerDied(f"{self._name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
+
+    def _fail(self, reason: WorkerError) -> None:
+        self._end = self._end or reason
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(reason)
+                future.exception()  # mark as seen: nobody may be waiting for it any more
+        self._pending.clear()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the worker and all it started: it leads a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class LocalRuntime:
+    """Starts workers as child processes whose output goes to `log_dir/NAME.log`.
+
+    Start workers from the main thread: the kernel ends them with the thread that made them.
+    """
+
+    def __init__(self, log_dir: Path | str) -> None:
+        self._log_dir = Path(log_dir)
+        self._workers: list[LocalWorker] = []
+
+    async def start(
+        self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
+    ) -> LocalWorker:
+        worker = await self._spawn(name, environ or {})
+        self._workers.append(worker)
+        try:
+            await worker.start(target, kwargs)
+        except BaseException as error:
+            await worker.kill()
+            if isinstance(error, TimeoutError):
+                raise WorkerError(
+                    f"{name} was not ready after {START_TIMEOUT:.0f} s (log: {worker.log}{_last_line(worker.log)})"
+                ) from None
+            raise
+        return worker
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    async def _spawn(self, name: str, environ: Mapping[str, str]) -> LocalWorker:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log = self._log_dir / f"{name}.log"
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-u", "-m", "envgym.workers.child", str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environ},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        return LocalWorker(name, log, process, reader, writer)
+
+
+def _describe_status(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _last_line(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            text = file.read().decode(errors="replace")
+    except OSError:  # the run folder was removed under us: the death matters more than its last line
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f", last line: {lines[-1][:300]}" if lines else ""

@@ -1,0 +1,263 @@
+"""The local runtime with real processes: calls, waves, errors, death, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.workers import local
+from envgym.workers.inline import InlineRuntime
+from envgym.workers.local import LocalRuntime
+
+WORKER = '''
+import asyncio, os, signal, subprocess, sys, time
+from envgym.errors import ConfigError
+
+class Worker:
+    def __init__(self, start=0):
+        if start == "fail":
+            raise ValueError("bad\\nstart")
+        if start == "config":
+            raise ConfigError("mend the key")
+        if start == "hang":
+            time.sleep(1000)
+        self.events, self.stepping, self.gate = [], None, asyncio.Event()
+
+    def add(self, a, b=1):
+        return a + b
+
+    async def wave(self, i):
+        """An engine in small: the first request starts the stepping task, which must find the whole wave."""
+        self.events.append(i)
+        if self.stepping is None:
+            self.stepping = asyncio.ensure_future(self.step())
+        return await asyncio.shield(self.stepping)
+
+    async def step(self):
+        return list(self.events)
+
+    async def wait(self):
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.events.append("cancelled")
+            raise
+
+    def release(self):
+        self.gate.set()
+        return self.events
+
+    def environment(self, name):
+        return os.environ.get(name), os.getpid(), os.getppid()
+
+    def sigint(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "alive"
+
+    def fail(self, kind):
+        if kind == "config":
+            raise ConfigError("mend the key")
+        raise RuntimeError("two\\nlines")
+
+    def unpicklable(self):
+        return lambda: None
+
+    def array(self, n):
+        import numpy as np
+        return np.arange(n)
+
+    def grandchild(self):
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+    def leave(self, status):
+        print("last words", flush=True)
+        os._exit(status)
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self):
+        print("closed in order", flush=True)
+
+class Stubborn(Worker):
+    def close(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+'''
+
+
+@pytest.fixture
+def worker_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"worker_{os.path.basename(tmp_path).replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def with_worker(module, tmp_path, body, **kwargs):
+    """Run `body(worker)` with a started worker, then close the runtime."""
+
+    async def main():
+        runtime = LocalRuntime(tmp_path / "logs")
+        try:
+            return await body(await runtime.start(f"{module}:Worker", kwargs, name="w", environ={"ENVGYM_X": "y"}))
+        finally:
+            await runtime.close()
+
+    return asyncio.run(main())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.02)
+
+
+def test_calls_run_in_a_process_of_their_own(worker_module, tmp_path):
+    async def body(worker):
+        assert await worker.call("add", 2, b=3) == 5
+        value, pid, parent = await worker.call("environment", "ENVGYM_X")
+        assert value == "y"
+        assert pid == worker.pid != os.getpid() == parent
+        assert await worker.call("sigint") == "alive"
+        assert (await worker.call("array", 3_000_000)).sum() == 4499998500000
+        return pid
+
+    pid = with_worker(worker_module, tmp_path, body)
+    wait_until_gone([pid])
+    assert (tmp_path / "logs" / "w.log").read_text() == "closed in order\n"
+
+
+def test_a_wave_is_one_frame_started_in_order_before_anything_else(worker_module, tmp_path):
+    async def body(worker):
+        return await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
+
+    assert with_worker(worker_module, tmp_path, body) == [list(range(512))] * 512
+
+
+def test_coroutines_overlap_and_a_cancelled_call_is_cancelled_there(worker_module, tmp_path):
+    async def body(worker):
+        waiting = asyncio.create_task(worker.call("wait"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.call("wait"), 0.2)
+        await worker.call("add", 1)  # the cancelled coroutine has had its turn when this is answered
+        assert await worker.call("release") == ["cancelled"]
+        await waiting
+
+    with_worker(worker_module, tmp_path, body)
+
+
+def test_an_exception_is_one_line_and_the_worker_lives_on(worker_module, tmp_path):
+    async def body(worker):
+        with pytest.raises(WorkerError) as failure:
+            await worker.call("fail", "other")
+        assert str(failure.value) == f"w: RuntimeError: two lines (log: {tmp_path / 'logs' / 'w.log'})"
+        with pytest.raises(ConfigError, match=r"^mend the key$"):
+            await worker.call("fail", "config")
+        with pytest.raises(WorkerError, match="no_such_method"):
+            await worker.call("no_such_method")
+        with pytest.raises(WorkerError, match="pickle"):
+            await worker.call("unpicklable")
+        assert await worker.call("add", 1) == 2
+
+    with_worker(worker_module, tmp_path, body)
+    assert "Traceback" in (tmp_path / "logs" / "w.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "said"),
+    [("die", (), "was killed by SIGKILL"), ("leave", (3,), r"ended with exit status 3 .*last line: last words")],
+)
+def test_death_fails_pending_and_later_calls(worker_module, tmp_path, method, arguments, said):
+    async def body(worker):
+        grandchild = await worker.call("grandchild")
+        pending = asyncio.create_task(worker.call("wait"))
+        for call in (worker.call(method, *arguments), pending, worker.call("add", 1)):
+            with pytest.raises(WorkerDied, match=rf"^w {said}") as failure:
+                await asyncio.wait_for(call, 10)
+            assert "w.log" in str(failure.value)
+        await worker.close()
+        wait_until_gone([worker.pid, grandchild])
+
+    with_worker(worker_module, tmp_path, body)
+
+
+def test_a_constructor_that_fails_or_hangs(worker_module, tmp_path, monkeypatch):
+    with pytest.raises(WorkerError, match=r"^w: ValueError: bad start .*w\.log"):
+        with_worker(worker_module, tmp_path, None, start="fail")
+    with pytest.raises(ConfigError, match=r"^mend the key$"):
+        with_worker(worker_module, tmp_path, None, start="config")
+    monkeypatch.setattr(local, "START_TIMEOUT", 1.0)
+    with pytest.raises(WorkerError, match="w was not ready after 1 s"):
+        with_worker(worker_module, tmp_path, None, start="hang")
+
+
+def test_a_worker_that_will_not_end_is_killed(worker_module, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "CLOSE_TIMEOUT", 0.5)
+
+    async def main():
+        runtime = LocalRuntime(tmp_path)
+        worker = await runtime.start(f"{worker_module}:Stubborn", {}, name="s")
+        await asyncio.gather(runtime.close(), worker.close())
+        await runtime.close()
+        with pytest.raises(WorkerError, match="closed"):
+            await worker.call("add", 1)
+        return worker.pid
+
+    wait_until_gone([asyncio.run(main())])
+
+
+CONTROLLER = """
+import asyncio, sys
+from envgym.workers.local import LocalRuntime
+
+async def main():
+    sys.path.insert(0, sys.argv[2])
+    worker = await LocalRuntime(sys.argv[2]).start(sys.argv[1] + ":Worker", {}, name="w")
+    print(worker.pid, flush=True)
+    await worker.call("wait")
+
+asyncio.run(main())
+"""
+
+
+def test_sigkill_of_the_controller_leaves_nothing(worker_module, tmp_path):
+    command = [sys.executable, "-c", CONTROLLER, worker_module, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        pid = int(controller.stdout.readline())
+        assert alive(pid)
+        controller.send_signal(signal.SIGKILL)
+    wait_until_gone([pid])
+
+
+def test_inline_has_the_same_interface(worker_module):
+    async def main():
+        runtime = InlineRuntime()
+        worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
+        assert await worker.call("add", 2, b=3) == 5
+        assert (await worker.call("environment", "PATH"))[1] == os.getpid()
+        waves = await asyncio.gather(*(worker.call("wave", i) for i in range(8)))
+        assert waves[0] == list(range(8))
+        with pytest.raises(WorkerError, match="w: RuntimeError: two lines"):
+            await worker.call("fail", "other")
+        with pytest.raises(ConfigError, match=r"^mend the key$"):
+            await worker.call("fail", "config")
+        await runtime.close()
+        await runtime.close()
+
+    asyncio.run(main())
