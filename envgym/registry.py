@@ -1,0 +1,185 @@
+"""Names for environments, learners and agents.
+
+Environment ids follow Gymnasium: `namespace/Name-v0`, the namespace and the version optional; a name without a version
+means the newest. Gymnasium's own registry holds its own environments in one global dictionary, and Gymnasium
+is optional here, so this is code of ours; tests hold its grammar and its suggestions to Gymnasium's.
+
+Packages offer theirs by entry points of the groups `envgym.envs`, `envgym.learners` and `envgym.agents`. They
+are read when a name is first looked up, and a class is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import re
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from .env import CheckedEnv, Env, EnvSpec
+from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
+from .loading import absolute_target, check_class, load_class, names_file
+
+_ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an id stands for: a class, or `module:attr` that is imported when needed, and default settings."""
+
+    id: str
+    entry_point: str | type
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+_registered: dict[str, Registration] = {}
+
+
+def register(id: str, entry_point: str | type[Env] | type[EnvSpec], /, **kwargs: Any) -> None:
+    """Make `id` stand for an environment: an `Env` or `EnvSpec` subclass, or `"module:Class"` of one.
+
+    `kwargs` are settings it has unless told otherwise. Registering an id again replaces it, with a warning.
+    Raises `ConfigError` for a malformed id, and where a name would have both versions and none.
+    """
+    namespace, name, version = parse_env_id(id)
+    id = env_id(namespace, name, version)
+    others = [key for key in _registrations() if parse_env_id(key)[:2] == (namespace, name) and key != id]
+    if others and (version is None or any(parse_env_id(key)[2] is None for key in others)):
+        raise ConfigError(f"cannot register {id!r} beside {others[0]!r}: give all of a name's ids a version, or none")
+    if id in _registered:
+        warnings.warn(f"environment {id!r} is registered anew", stacklevel=2)
+    _registered[id] = Registration(id, entry_point, kwargs)
+
+
+def list_ids() -> list[str]:
+    """All registered environment ids, sorted."""
+    return sorted(_registrations())
+
+
+def spec(name: str, /, **kwargs: Any) -> EnvSpec:
+    """The environment that `name` stands for, with `kwargs` as its settings.
+
+    `name` is an id, a file (`file.py`, `file.py:Class`), an import path (`package.module:Class`) or a URL.
+    Raises `NameNotFound` or `VersionNotFound` for what does not exist, `ConfigError` for unusable settings.
+    """
+    if name.startswith(("http://", "https://")):
+        from .remote.client import RemoteEnvSpec
+
+        return RemoteEnvSpec(name, **kwargs)
+    if names_file(name):
+        name = absolute_target(name)
+    elif ":" not in name or name in _registrations():
+        registration = find(name)
+        return _build(registration.id, registration.entry_point, registration.kwargs | kwargs)
+    return _build(name, name, kwargs)
+
+
+def make(name: str, /, **kwargs: Any) -> CheckedEnv:
+    """A new instance of the environment that `name` stands for; see `spec`."""
+    return spec(name, **kwargs).make()
+
+
+def spec_from_json(text: str) -> EnvSpec:
+    """Rebuild an environment from its description (`EnvSpec.to_json`); the two are equal."""
+    try:
+        description = json.loads(text)
+        name, kwargs = description["id"], description.get("kwargs", {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"not an environment's description ({error!r}): {text:.80}") from None
+    return spec(name, **kwargs)
+
+
+def load_component(kind: Literal["learner", "agent"], name: str) -> type:
+    """The `Learner` or `Agent` class that `name` stands for: an id, `file.py[:Class]` or `package.module:Class`."""
+    from . import agent, learner
+
+    base: type = learner.Learner if kind == "learner" else agent.Agent
+    if names_file(name) or ":" in name:
+        return load_class(name, (base,), kind)
+    known = _offered(f"envgym.{kind}s")
+    if name not in known:
+        raise NameNotFound(
+            f"there is no {kind} {name!r}.{did_you_mean(name, known) or _known(known)}{_not_installed()}"
+        )
+    return load_class(known[name], (base,), kind)
+
+
+def parse_env_id(id: str) -> tuple[str | None, str, int | None]:
+    """Split an id into (namespace, name, version), as Gymnasium does. Raises `ConfigError` for a malformed one."""
+    match = _ID.fullmatch(id)
+    if match is None:
+        raise ConfigError(f"malformed environment id {id!r}: ids look like [namespace/]name[-v0]")
+    namespace, name, version = match.group("namespace", "name", "version")
+    return namespace, name, None if version is None else int(version)
+
+
+def env_id(namespace: str | None, name: str, version: int | None) -> str:
+    """The id of the three parts; the inverse of `parse_env_id`."""
+    return (f"{namespace}/" if namespace is not None else "") + name + (f"-v{version}" if version is not None else "")
+
+
+def find(id: str) -> Registration:
+    """What `id` stands for; without a version the newest, and an older one with a `DeprecationWarning`.
+
+    Raises `NameNotFound` (with the nearest name there is) or `VersionNotFound` (with the versions there are).
+    """
+    known = _registrations()
+    namespace, name, version = parse_env_id(id)
+    keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
+    if not keys:
+        raise NameNotFound(f"there is no environment {id!r}.{_nearest(namespace, name)}{_not_installed()}")
+    newest = max(keys, key=lambda key: parse_env_id(key)[2] or 0)
+    if version is None:
+        return known[newest]
+    id = env_id(namespace, name, version)
+    if id not in known:
+        raise VersionNotFound(f"there is no version v{version} of that environment: there is {', '.join(sorted(keys))}")
+    if id != newest:
+        warnings.warn(f"environment {id} is out of date: use {newest}", DeprecationWarning, stacklevel=3)
+    return known[id]
+
+
+def _nearest(namespace: str | None, name: str) -> str:
+    """As Gymnasium suggests: the nearest name of the same namespace, and failing that of all."""
+    ids = {parse_env_id(key)[:2] for key in _registrations()}
+    near = get_close_matches(name, [other for space, other in ids if space == namespace], n=1, cutoff=0.5)
+    if near:
+        return f" Did you mean {env_id(namespace, near[0], None)!r}?"
+    return did_you_mean(env_id(namespace, name, None), [env_id(*id, None) for id in ids]) or _known(list_ids())
+
+
+def _build(id: str, target: str | type[Any], kwargs: dict[str, Any]) -> EnvSpec:
+    bases = (EnvSpec, Env)
+    cls = load_class(target, bases, "environment") if isinstance(target, str) else target
+    check_class(cls, id, bases, "environment")
+    return cls(id, **kwargs) if issubclass(cls, EnvSpec) else EnvSpec(id, cls, **kwargs)
+
+
+def _registrations() -> dict[str, Registration]:
+    """All registrations: those of installed packages, and over them those of this process."""
+    offered = _offered("envgym.envs").items()
+    # Somebody's malformed id cannot be asked for, and should not stand in the way of the others.
+    return {id: Registration(id, target) for id, target in offered if _ID.fullmatch(id)} | _registered
+
+
+@functools.cache  # reading them takes milliseconds, and what is installed stays
+def _offered(group: str) -> dict[str, str]:
+    """name -> `module:attr` of the entry points of installed packages."""
+    return {entry_point.name: entry_point.value for entry_point in importlib.metadata.entry_points(group=group)}
+
+
+def _known(names: Collection[str]) -> str:
+    return f" There is {', '.join(sorted(names))}." if names else ""
+
+
+def _not_installed() -> str:
+    """A hint for those who run from a checkout, where entry points are missing."""
+    try:
+        importlib.metadata.distribution("envgym")
+    except importlib.metadata.PackageNotFoundError:
+        return " (envgym is not installed here, so nothing is registered: pip install -e . in its folder)"
+    return ""
