@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,8 +27,9 @@ class Sampler(Protocol):
         """The engine's context length in tokens."""
         ...
 
-    async def generate(self, token_ids: list[int], sampling: SamplingParams) -> Generation:
-        """Sample one turn after `token_ids`. Each call is the episode's next turn."""
+    async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+        """Sample one turn after `token_ids`. Each call is the episode's next turn; `overrides` replace fields of
+        the sampling parameters for this turn alone. Raises `PromptTooLong` where nothing more would fit."""
         ...
 
 
@@ -38,7 +39,6 @@ class AgentConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-@dataclass(slots=True)
 class Agent(ABC):
     """Plays one episode at a time; one agent plays many at once, so it keeps no state between calls.
 
@@ -47,12 +47,13 @@ class Agent(ABC):
     turns them into a failed episode.
     """
 
-    renderer: Renderer
-    config: AgentConfig
-
     Config: ClassVar[type[AgentConfig]] = AgentConfig
     samples: ClassVar[bool] = True
     """False for agents that replay recorded answers: no engine is started for them."""
+
+    def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
+        self.renderer = renderer
+        self.config = config
 
     @abstractmethod
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode: ...

@@ -38,6 +38,10 @@ class InvalidStep(EnvgymError):
     """An environment returned something that is not Gymnasium's tuple (a reward that is not a number, say)."""
 
 
+class PromptTooLong(EnvgymError):
+    """A prompt that leaves no room for an answer in the model's context. It is never cut silently."""
+
+
 class RunError(EnvgymError):
     """A run folder that exists already, cannot be resumed, or a run that cannot go on."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .types import Group, Objective
+from .types import Group, Objective, Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,8 @@ class LearnRow:
     arrays       name -> [T] float32, what the learner's loss reads (advantages, reference log-probabilities)
     unit         rows of one unit (a pair, a group) stay in one micro-batch
     episode      index of the episode within the batch, for aggregation by episode
-    current      whether every sampled token comes from the weights about to be trained
+    versions     the policy versions that sampled its actions
+    current      whether all of them come from the weights about to be trained
     """
 
     token_ids: IntArray
@@ -58,7 +59,27 @@ class LearnRow:
     temperature: float = 1.0
     unit: int = 0
     episode: int = 0
+    versions: tuple[int, ...] = ()
     current: bool = True
+
+    @classmethod
+    def of(cls, row: Row, *, episode: int = 0, unit: int = 0) -> LearnRow:
+        """The arrays of an episode's row, with what scoring roles said of it under their names."""
+        import numpy as np
+
+        weights = np.asarray(row.weights, np.float32)
+        weights[0] = 0.0  # nothing predicts the first token
+        return cls(
+            token_ids=np.asarray(row.token_ids, np.int64),
+            weights=weights,
+            old_logprobs=np.asarray(row.logprobs, np.float32),
+            objective=row.objective,
+            arrays={role: np.asarray(values, np.float32) for role, values in row.outputs.items()},
+            temperature=row.temperature,
+            unit=unit,
+            episode=episode,
+            versions=tuple(sorted({span.version for segment in row.segments for span in segment.versions})),
+        )
 
 
 @dataclass(slots=True)
@@ -87,7 +108,7 @@ class LearnerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = "grpo"
+    name: str
     """Id, file path (`file.py:Name`) or import path of the learner."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW."""
@@ -148,3 +169,7 @@ class Learner(ABC):
         `outputs` [B, T]: for an `lm` head log-probabilities of token t given those before it, at the
         temperature the row was sampled at (0 at t = 0); for a `scalar` head one value a token.
         """
+
+    def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """Numbers about held-out recorded rows from the actor's log-probabilities of them ([T] each)."""
+        return {}

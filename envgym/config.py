@@ -1,0 +1,295 @@
+"""A run's settings: typed, validated without heavy imports, the same from YAML, the command line and Python.
+
+Settings come in layers, later ones win: the recipe, the model's own settings, a config file, `key=value` words.
+A key outside `stages` holds for every stage. What results is saved in the run folder as `config.yaml` and,
+given back with `--config`, makes the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from .env import EnvSpec, describe_validation_error
+from .errors import ConfigError
+from .learner import LearnerConfig
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
+from .render import RenderKind
+from .workers.config import WorkersConfig
+
+
+class Section(BaseModel):
+    """Base of every group of settings. Unknown keys are refused and name their nearest neighbour."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Component(BaseModel):
+    """An environment, agent or learner: its `name`, and settings of its own beside it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+def _name_alone(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+ComponentField = Annotated[Component, BeforeValidator(_name_alone)]
+
+
+class RolloutConfig(Section):
+    """How episodes are played."""
+
+    tasks: int = Field(64, ge=1)
+    """Tasks (groups) a step learns from."""
+    group_size: int = Field(8, ge=1)
+    """Episodes of each task."""
+    max_tokens: int = Field(512, ge=1)
+    """Token budget of one turn."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities are those of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the support is cut and importance ratios are biased."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k likeliest tokens; 0 is all of them."""
+    concurrency: int = Field(1024, ge=1)
+    """Episodes in play at once."""
+    episode_timeout: float = Field(300.0, gt=0)
+    """Seconds an episode may take before it counts as failed (`timeout`)."""
+    retries: int = Field(2, ge=0)
+    """Times a retryable failed episode is played again."""
+    max_failed_share: float = Field(0.5, gt=0, le=1)
+    """A step in which more than this share of episodes failed stops the run."""
+
+
+class EngineConfig(Section):
+    """What samples."""
+
+    kind: Literal["auto", "vllm", "transformers"] = "auto"
+    """`auto` is vLLM where it is installed, else the transformers fallback, and says so."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto` is float32 on a CPU and bfloat16 on an accelerator."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Context length in tokens; by default the model's own, at most 32768."""
+    args: dict[str, Any] = {}
+    """Any vLLM engine argument, passed through."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out tasks during training."""
+
+    every: int = Field(20, ge=0)
+    """Steps between evaluations; one is made before the first step and after the last. 0: none at all."""
+    tasks: int = Field(512, ge=1)
+    """Held-out tasks, always the same ones."""
+    samples: int = Field(1, ge=1)
+    """Episodes of each, sampled at the training temperature."""
+    greedy: bool = True
+    """Also evaluate greedily before the first step and after the last."""
+
+
+class CheckpointConfig(Section):
+    """What a run can be resumed from."""
+
+    every: int = Field(20, ge=0)
+    """Steps between checkpoints; one is made after the last step and at Ctrl-C. 0: only those."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints kept; older ones are deleted."""
+
+
+class SyncConfig(Section):
+    """New weights to the engine after every step, and the check that they arrived."""
+
+    tolerance: float = Field(1e-3, gt=0)
+    """Largest difference in log-probability, in nats, between sampler and trainer that float32 runs accept on
+    the probe after a sync. Beyond it the run stops: it would learn from another policy's samples."""
+    tolerance_16bit: float = Field(0.5, gt=0)
+    """The same for 16-bit weights, whose kernels differ by more."""
+
+
+class StageConfig(Section):
+    """One run of the one loop."""
+
+    env: ComponentField
+    """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
+    agent: ComponentField = Component(name="single_turn")
+    """Agent, and its own settings."""
+    learner: ComponentField
+    """Learner, and its own settings (`learner.lr`)."""
+    model: str = DEFAULT_MODEL
+    """Hugging Face folder or hub id, or the name of a recipe that makes a model."""
+    data: dict[str, Any] = {}
+    """A file that gives the environment its tasks: `path`, and field names (`prompt`, `answer`, …)."""
+    render: RenderKind = "auto"
+    """`chat`: the tokenizer's chat template; `text`: plain text; `auto`: the template where there is one."""
+    steps: int = Field(100, ge=1)
+    """Loop steps to stop after."""
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    workers: WorkersConfig = WorkersConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sync: SyncConfig = SyncConfig()
+
+    def make_spec(self) -> EnvSpec:
+        """The environment's spec. Raises `EnvgymError` for an unknown name or setting."""
+        from .registry import spec
+
+        settings = self.env.settings
+        if self.data:
+            settings["data"] = self.data
+        return spec(self.env.name, **settings)
+
+    def learner_config(self) -> tuple[type, LearnerConfig]:
+        """The learner's class and its validated settings."""
+        from .registry import load_component
+
+        learner_class = load_component("learner", self.learner.name)
+        return learner_class, validated(
+            learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}"
+        )
+
+    def agent_config(self) -> tuple[type, BaseModel]:
+        """The agent's class and its validated settings."""
+        from .registry import load_component
+
+        agent_class = load_component("agent", self.agent.name)
+        return agent_class, validated(agent_class.Config, self.agent.settings, f"agent {self.agent.name}")
+
+
+class RunConfig(Section):
+    """A run: its name and place, what holds for all of it, and its stages."""
+
+    recipe: str = DEFAULT_RECIPE
+    """Shipped recipe or YAML file the settings start from."""
+    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    """Run folder within `runs_dir`; by default made from the environment, the learner and the time."""
+    runs_dir: str = "runs"
+    """Where run folders are made."""
+    runtime: Literal["local", "ray"] = "local"
+    """Where workers run: processes on this machine, or actors on Ray."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random in a run."""
+    deterministic: bool = False
+    """Same seed, same bits: waves of sorted requests, seeded sampling, no caches across them. Slower."""
+    debug: bool = False
+    """Workers run inside the controller, where a breakpoint works, and errors show their traceback."""
+    stages: list[StageConfig] = Field(min_length=1)
+    """What is run, in order; a stage trains the model that the one before it left."""
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def validated[Model: BaseModel](model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
+    """Build a settings model, turning pydantic's complaint into one line."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        prefix = f"{where}: " if where else ""
+        raise ConfigError(prefix + describe_validation_error(error, model)) from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, key by key; a component given by another name drops the settings of the old one."""
+    result = dict(base)
+    for key, value in over.items():
+        if key in ("env", "agent", "learner"):
+            value, old = _name_alone(value), _name_alone(result.get(key) or {})
+            changes_name = "name" in value and "name" in old and value["name"] != old["name"]
+            result[key] = value if changes_name else {**old, **value}
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merge(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def parse_words(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words, dotted for nested keys, as a nested mapping. Values are read as YAML."""
+    result: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key or key.startswith("-"):
+            raise ConfigError(f"{word!r} is not a key=value setting")
+        parts = key.split(".")
+        target = result
+        for part in parts[:-1]:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"{word!r}: {part!r} already has a value")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            parsed = value
+        if isinstance(parsed, str):
+            try:
+                parsed = float(parsed)  # YAML reads 1e-5 as text
+            except ValueError:
+                pass  # it is text
+        target[parts[-1]] = parsed
+    return result
+
+
+def resolve(
+    settings: Mapping[str, Any] | None = None, *, recipe: str | None = None, file: str | Path | None = None
+) -> RunConfig:
+    """The complete configuration of a run, every name in it looked up and every component's settings checked.
+
+    `settings` are the caller's own (from `key=value` words or Python) and win over `file`, which wins over the
+    recipe. Raises `ConfigError`, `NameNotFound` or `DataError` in one line.
+    """
+    own = dict(settings or {})
+    from_file = read_yaml(Path(file)) if file is not None else {}
+    recipe = recipe or own.get("recipe") or from_file.get("recipe") or DEFAULT_RECIPE
+    layers = [load_recipe(recipe)]
+    complete = "stages" in from_file  # a saved config holds everything; the recipe below it must not add stages
+    if complete:
+        layers = []
+    model = merge(from_file, own).get("model", DEFAULT_MODEL)
+    if not complete and isinstance(model, str) and makes_model(model):
+        layers.append(load_recipe(model).get("model_settings", {}))
+    layers += [from_file, own]
+
+    run_keys = set(RunConfig.model_fields) - {"stages"}
+    run: dict[str, Any] = {"recipe": recipe}
+    stages: list[dict[str, Any]] = [{}]
+    for layer in layers:
+        run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
+        common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
+        of_stages = layer.get("stages") or [{}] * len(stages)
+        if not isinstance(of_stages, list) or not all(isinstance(stage, Mapping) for stage in of_stages):
+            raise ConfigError("key 'stages' is a list of settings, one for each stage")
+        stages += [dict(stages[0]) for _ in range(len(of_stages) - len(stages))]
+        stages = [merge(merge(stage, common), of) for stage, of in zip(stages, of_stages, strict=False)]
+    known = set(StageConfig.model_fields)
+    for stage in stages:
+        if "env" not in stage and set(stage) <= known:
+            raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+    config = validated(RunConfig, {**run, "stages": stages})
+    for stage_config in config.stages:
+        _check_stage(stage_config)
+    return config
+
+
+def _check_stage(stage: StageConfig) -> None:
+    """What pydantic cannot see: names that must exist, and settings that contradict each other."""
+    stage.make_spec()
+    agent_class, _ = stage.agent_config()
+    learner_class, _ = stage.learner_config()
+    smallest = learner_class.min_group_size
+    if agent_class.samples and stage.rollout.group_size < smallest:
+        raise ConfigError(
+            f"learner {stage.learner.name} compares the episodes of one task: "
+            f"rollout.group_size must be at least {smallest}, not {stage.rollout.group_size}"
+        )
