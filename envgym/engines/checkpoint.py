@@ -1,0 +1,66 @@
+"""What both engines read of a model folder: whether it is one, its end-of-turn tokens, a file of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def check_model_folder(model: str) -> None:
+    """Raise `ConfigError` where `model` is a path that holds no causal language model. Hub ids pass."""
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith((".", "/", "~")) or model.count("/") != 1:
+            raise ConfigError(f"there is no model folder {model!r}")
+        return
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"{model!r} is not a model folder: it has no config.json")
+    try:
+        architectures = json.loads(config.read_text()).get("architectures") or []
+    except (json.JSONDecodeError, AttributeError):
+        raise ConfigError(f"{str(config)!r} is not valid JSON") from None
+    if architectures and not any(name.endswith(("LM", "LMHeadModel", "Generation")) for name in architectures):
+        raise ConfigError(f"{model!r} holds a {architectures[0]}, which is not a causal language model")
+
+
+def end_tokens(config: Any, model: str) -> tuple[int, ...]:
+    """The ids that end a turn: those of the model's config and of its generation config, sorted."""
+    from transformers import GenerationConfig
+
+    found: set[int] = set()
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:  # many models have none
+        generation = None
+    for source in (config, generation):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(found))
+
+
+def read_weights(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a safetensors file.
+
+    Where the model ties its head to its embedding and the file leaves the head out, the embedding is yielded
+    under the head's name too: vLLM keeps a repacked copy of the head, which would silently stay the old one.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        for name in names:
+            yield name, file.get_tensor(name)
+        if tied and HEAD not in names:
+            for name in names:
+                if name.endswith(EMBEDDING):
+                    yield HEAD, file.get_tensor(name)

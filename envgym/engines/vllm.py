@@ -1,0 +1,275 @@
+"""vLLM as the engine, inside the process that hosts it. The one module in contact with vLLM.
+
+Written against vLLM 0.32; the calls used here are the same in the range below. CPU and GPU builds run the same
+code: the platform decides only defaults, and `engine_args` overrides every one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from envgym.engines.base import EngineInfo, Generation, Request
+from envgym.engines.checkpoint import check_model_folder, end_tokens, read_weights
+from envgym.errors import ConfigError, MissingDependency, WorkerError, did_you_mean, missing_package
+from envgym.types import StopReason, VersionSpan
+
+OLDEST, TOO_NEW = (0, 24), (0, 34)
+"""The supported range: OLDEST <= vLLM < TOO_NEW."""
+
+LOOP_TURNS = 5
+"""Turns of the event loop between two steps: to hand results over, write them out, read what came in answer and
+add it, so that the next turn of an episode joins the very next step. A turn costs some 10 microseconds."""
+
+CPU_CACHE_BYTES = 2 * 2**30
+
+
+class VLLMEngine:
+    """Implements `envgym.engines.base.Engine`.
+
+    dtype          `auto` (float32 on a CPU, else the model's own) or a torch dtype's name
+    max_model_len  context length in tokens, prompt and answer together; None takes the model's
+    deterministic  the same requests in the same order give the same bits: prompts are never cut into chunks and
+                   no key or value computed for another request is used again
+    engine_args    any argument of vLLM's `EngineArgs`
+
+    Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
+    ones are of temperature 1. Raises `EnvgymError` where the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_model_folder(model)
+        # One process, which the runtime started and can end; vLLM would add an engine process of its own.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # OMP_NUM_THREADS decides, cores are shared
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self._version = _import_vllm()
+        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, dict(engine_args or {}))
+        config = self._engine.vllm_config.model_config
+        self._max_model_len: int = config.max_model_len
+        self._end_tokens = end_tokens(config.hf_config, model)
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+        self._broken: str | None = None
+        self._scores = 0
+        self._engine.set_weight_version("0")
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(f"vllm {self._version}", self._max_model_len)
+
+    async def generate(self, request: Request) -> Generation:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._max_model_len - len(request.token_ids)
+        if room <= 0:
+            raise WorkerError(
+                f"a prompt of {len(request.token_ids)} tokens leaves no room to answer in a context of "
+                f"{self._max_model_len}: raise max_model_len or shorten the prompt"
+            )
+        wanted = request.sampling
+        sampling = SamplingParams(
+            max_tokens=min(wanted.max_tokens, room),
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            seed=wanted.seed,
+            stop_token_ids=[*wanted.stop_token_ids, *self._end_tokens],
+            ignore_eos=True,  # the end tokens are all among the stop tokens
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if request.multi_modal is not None:
+            prompt["multi_modal_data"] = request.multi_modal
+        output = (await self._run(request.id, prompt, sampling)).outputs[0]
+        return Generation(
+            token_ids=tuple(output.token_ids),
+            logprobs=tuple(output.logprobs.logprobs),
+            stop_reason=StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH,
+            versions=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
+        )
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if len(token_ids) >= self._max_model_len:
+            raise WorkerError(
+                f"{len(token_ids)} tokens cannot be scored in a context of {self._max_model_len}: raise max_model_len"
+            )
+        sampling = SamplingParams(
+            max_tokens=1,  # vLLM scores a prompt only on the way to a token after it
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._scores += 1
+        output = await self._run(f"score-{self._scores}", {"prompt_token_ids": list(token_ids)}, sampling)
+        return list(output.prompt_logprobs.logprobs)
+
+    async def load_weights(self, path: str, version: int) -> None:
+        self._check()
+        self._engine.collective_rpc("load_file", args=(path,))
+        # Requests in flight are computed anew from their tokens, so that nothing sampled from now on rests on keys
+        # and values of the old weights, and its log-probabilities are exactly the new policy's.
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.set_weight_version(str(version))
+
+    async def pause(self) -> None:
+        self._may_step.clear()
+
+    async def resume(self) -> None:
+        self._may_step.set()
+
+    async def sleep(self) -> None:
+        await self.pause()
+        if self._engine.vllm_config.model_config.enable_sleep_mode:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._engine.sleep(level=1, mode="keep")
+
+    async def wake(self) -> None:
+        if self._engine.vllm_config.model_config.enable_sleep_mode:
+            self._engine.wake_up()
+        await self.resume()
+
+    async def close(self) -> None:
+        if self._stepping is not None:
+            self._stepping.cancel()
+        self._fail("the engine has been closed")
+        self._engine.engine_core.shutdown()
+
+    async def _run(self, name: str, prompt: dict[str, Any], sampling: Any) -> Any:
+        """Hand one request to vLLM and wait for its only output."""
+        self._check()
+        self._engine.add_request(name, prompt, sampling)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = future
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_while_busy())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._engine.abort_request([name])
+            raise
+        finally:
+            self._waiting.pop(name, None)
+
+    async def _step_while_busy(self) -> None:
+        try:
+            while self._engine.has_unfinished_requests():
+                await self._may_step.wait()
+                for output in self._engine.step():
+                    future = self._waiting.get(output.request_id)
+                    if future is not None and not future.done():
+                        future.set_result(output)
+                for _ in range(LOOP_TURNS):
+                    await asyncio.sleep(0)
+        except Exception as error:
+            traceback.print_exception(error)
+            self._fail(f"vLLM failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def _fail(self, reason: str) -> None:
+        """No request can be answered from here on."""
+        self._broken = reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerError(reason))
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise WorkerError(self._broken)
+
+
+class WeightFile:
+    """Mixed into vLLM's worker class: each worker reads the weights it holds from the file."""
+
+    model_runner: Any
+
+    def load_file(self, path: str) -> None:
+        tied = self.model_runner.model_config.hf_text_config.tie_word_embeddings
+        # Not `model.load_weights`: on a CPU the loaded matrices have been repacked and only a reload repacks again.
+        self.model_runner.reload_weights(weights_iterator=read_weights(path, tied=tied))
+
+
+def _import_vllm() -> str:
+    """Import vLLM and return its version; warn where this module was not written for it."""
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        raise missing_package(error.name or "vllm", "vllm", "the vllm engine") from None
+    numbers = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if not OLDEST <= numbers < TOO_NEW:
+        supported = f"{'.'.join(map(str, OLDEST))} <= version < {'.'.join(map(str, TOO_NEW))}"
+        warnings.warn(f"vLLM {vllm.__version__} is outside the range envgym supports ({supported})", stacklevel=3)
+    return str(vllm.__version__)
+
+
+def _build(
+    model: str, dtype: str, max_model_len: int | None, seed: int, deterministic: bool, engine_args: dict[str, Any]
+) -> Any:
+    """Make vLLM's engine, or raise one line that says why it cannot be made."""
+    import dataclasses
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in engine_args:
+        if name not in known:
+            raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known)}")
+    cpu = current_platform.is_cpu()
+    settings: dict[str, Any] = {
+        "model": model,
+        "runner": "generate",
+        "dtype": "float32" if cpu and dtype == "auto" else dtype,
+        "max_model_len": max_model_len,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": not deterministic,
+        "worker_extension_cls": f"{WeightFile.__module__}.{WeightFile.__qualname__}",
+        # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
+        "async_scheduling": False,
+        "enforce_eager": cpu,
+        "enable_sleep_mode": not cpu,
+    }
+    if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
+        settings["enable_chunked_prefill"] = False
+    if cpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**settings | engine_args))
+    except (ImportError, MissingDependency):
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        raise ConfigError(f"vLLM cannot load the model {model!r}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The part of vLLM's (often many-line) message that a user can act on."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "memory for the cache" in text.lower():
+        return f"out of memory; lower max_model_len or gpu_memory_utilization, or take a smaller model ({text[:200]})"
+    text = text.partition("Value error, ")[2] or text  # pydantic's preamble
+    return f"{text.partition(' [type=')[0][:400]}"

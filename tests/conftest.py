@@ -1,0 +1,59 @@
+"""What many tests share: a small Qwen3 policy with random weights, and a byte-level tokenizer that merges."""
+
+from pathlib import Path
+
+import pytest
+
+TEXT = """what is twelve plus thirty-four? the answer is forty-six. what is 12 + 34? the answer is 46.
+A merging tokenizer writes the same text in more than one way, which a character tokenizer cannot."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model folder: Qwen3, 2 layers, tied embeddings, float32, 384 tokens with byte-pair merges.
+
+    `<|im_end|>` (id 0) ends a turn; ids up to 511 are in the embedding, so a sampled id may have no text.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|im_end|>", "<|im_start|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # far enough from uniform that a wrong log-probability shows
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=2,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
