@@ -1,0 +1,114 @@
+r"""Mathematics in one turn: a problem, an answer in `\boxed{…}`, checked with the `math-verify` library."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
+from envgym.errors import ConfigError, missing_package
+from envgym.tasks import DataConfig, TaskSplits, load_tasks
+from envgym.types import Action, Message, Task, as_messages
+
+from .answers import boxed, judge_at_once, reference
+from .arithmetic import ArithmeticTasks, Operation, held_out_tasks
+from .grader import Grader, Verdict
+
+
+class MathVerifyConfig(EnvConfig):
+    data: DataConfig | None = None
+    """Tasks from a file; without one they are sums made up here."""
+    operations: tuple[Operation, ...] = Field(("+",), min_length=1)
+    """Operations of the sums."""
+    digits: int = Field(2, ge=1, le=18)
+    """Digits the operands of the sums have at most."""
+    instruction: str = "Put the final answer in \\boxed{}."
+    """Added to every problem; empty for none."""
+    boxed_share: float = Field(0.4, ge=0, le=1)
+    """Share of the demonstrations whose answer is boxed. The others show formats that earn nothing."""
+    grader_processes: int = Field(2, ge=1)
+    """Processes that grade at the same time (and one more for answers that look costly)."""
+    grader_timeout: float = Field(5.0, gt=0)
+    """Seconds one answer may take to grade; then it counts as wrong."""
+
+
+class MathVerifyEnv(Env):
+    """Poses the task and pays 1 for a right answer in a box, 0 for anything else."""
+
+    spec: MathVerify
+    task: Task
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.task = (options or {})["task"]
+        messages = list(as_messages(self.task.prompt))
+        if instruction := self.spec.config.instruction:
+            if messages and messages[-1].role == "user":
+                instruction = f"{messages.pop().text}\n{instruction}"
+            messages.append(Message.of("user", instruction))
+        return messages, {}
+
+    async def step(self, action: Action) -> StepResult:
+        answer = boxed(action.text)
+        verdict = Verdict(False) if answer is None else await self.spec.grade(answer, reference(self.task.answer))
+        score = float(verdict.correct)
+        metrics = {
+            "answered": float(answer is not None),
+            "grader_timeout": float(verdict.failure == "timeout"),
+            "grader_crash": float(verdict.failure == "crash"),
+        }
+        return (), score, True, False, {"score": score, "metrics": metrics}
+
+
+class MathVerify(EnvSpec):
+    """The tasks, and the processes that grade."""
+
+    env_class = MathVerifyEnv
+    Config = MathVerifyConfig
+    config: MathVerifyConfig
+
+    _grader: Grader | None = None
+    _splits: TaskSplits | None = None
+
+    async def setup(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise missing_package("math-verify", "math", f"environment {self.id}")
+        if self.config.data is not None:
+            self._splits = await asyncio.to_thread(load_tasks, self.config.data)
+        self._grader = Grader(self.config.grader_processes, self.config.grader_timeout)
+
+    async def teardown(self) -> None:
+        if self._grader is not None:
+            await asyncio.to_thread(self._grader.close)
+            self._grader = None
+
+    def tasks(self, split: str) -> TaskSet:
+        if split not in ("train", "test"):
+            raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
+        if self.config.data is not None:
+            if self._splits is None:
+                raise RuntimeError("tasks are read from a file by setup, which has not run")
+            return ListTasks(self._splits.train if split == "train" else self._splits.test)
+        if split == "train":
+            return ArithmeticTasks(self.config.operations, self.config.digits)
+        return ListTasks(held_out_tasks(self.config.operations, self.config.digits))
+
+    def demonstrations(self, task: Task, seed: int) -> list[str]:
+        """One right answer, in a format drawn by the seed; only the boxed one would earn the reward."""
+        rng = random.Random(f"{task.id} {seed}")
+        answer = reference(task.answer)
+        if rng.random() < self.config.boxed_share:
+            return [rf"\boxed{{{answer}}}"]
+        return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
+
+    async def grade(self, answer: str, gold: str) -> Verdict:
+        """Grade the content of a box: at once where that is certain, else in a grading process."""
+        certain = judge_at_once(answer, gold)
+        if certain is not None:
+            return Verdict(certain)
+        assert self._grader is not None  # a reset has set the spec up
+        return await self._grader.grade(answer, gold)
