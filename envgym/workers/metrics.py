@@ -1,0 +1,50 @@
+"""Numbers that worker ranks log: sums that can be added up over micro-batches and ranks, then divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..learner import Metrics
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add(total: Metrics, more: Metrics) -> None:
+    """Add `more` to `total` in place: sums, and the larger of two for names that end in `/max`."""
+    for name, (numerator, denominator) in more.items():
+        if name not in total:
+            total[name] = (numerator, denominator)
+        elif name.endswith("/max"):
+            total[name] = (max(total[name][0], numerator), 1.0)
+        else:
+            total[name] = (total[name][0] + numerator, total[name][1] + denominator)
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, float]:
+    """Add up and divide. A metric with nothing to divide by is left out: there is no such number."""
+    total: Metrics = {}
+    for part in parts:
+        add(total, part)
+    return {name: numerator / denominator for name, (numerator, denominator) in total.items() if denominator}
+
+
+def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> Metrics:
+    """How far the trainer's log-probabilities are from the sampler's, where both are of the same weights.
+
+    logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool. `k3` is
+    Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.
+    Empty where there is nothing to compare.
+    """
+    compared = old_logprobs.isfinite() & current[:, None]
+    compared[:, 0] = False
+    difference = (logprobs - old_logprobs)[compared].double()
+    if not len(difference):
+        return {}
+    count = float(len(difference))
+    return {
+        "mismatch/mean_abs": (float(difference.abs().sum()), count),
+        "mismatch/max": (float(difference.abs().max()), 1.0),
+        "mismatch/k3": (float((difference.exp() - 1 - difference).sum()), count),
+    }

@@ -1,0 +1,291 @@
+"""The worker that holds a model: it scores rows, learns from them on DeepSpeed, and hands its weights out.
+
+One process is one rank. The ranks of a role form a process group of their own; the controller is no part of it
+and calls the same method on every rank. Everything here runs in the worker, so torch may be imported at the top;
+DeepSpeed is imported once the environment says which accelerator and which rank this is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from .. import weights
+from ..errors import RunError
+from ..learner import Learner, LearnRow, Metrics
+from . import zero
+from .config import WorkersConfig
+from .layout import is_silent, micro_batches, pad
+from .metrics import add, mismatch
+from .network import TokenScorer, load_model
+
+if TYPE_CHECKING:
+    from ..learner import FloatArray
+
+
+class ModelWorker:
+    """One rank of one model.
+
+        worker = ModelWorker(role="actor", model="path/or/hub-id", learner="grpo", learner_config={...})
+        worker.load()
+        metrics = worker.accumulate(microbatches, denominators)   # one optimizer step's gradient
+        worker.step(lr=1e-6)
+
+    A model that is not `trained` only scores, and needs no learner. With several ranks, `load` is given what
+    rank 0's `address` returned, and every call must be made on all ranks at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        model: str,
+        learner: str | None = None,
+        learner_config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        trained: bool = True,
+        head: Literal["lm", "scalar"] = "lm",
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        deterministic: bool = False,
+    ) -> None:
+        self.role = role
+        self.model_name = model
+        self.trained = trained
+        self.head = head
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.settings = WorkersConfig.model_validate(settings or {})
+        self.learner = _make_learner(learner, learner_config or {}) if learner and trained else None
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:  # two ranks with all cores each are many times slower
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def address(self) -> str:
+        """`host:port` at which the ranks can meet, on this rank's machine."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{os.environ.get('ENVGYM_NODE_ADDRESS', '127.0.0.1')}:{probe.getsockname()[1]}"
+
+    def load(self, address: str | None = None) -> dict[str, Any]:
+        """Load the model and, where it is trained or partitioned, meet the other ranks. Returns `info()`.
+
+        Raises `EnvgymError` where the model does not load.
+        """
+        self._seed_generators()  # a head that the checkpoint lacks is drawn alike on every rank
+        partitioned = self.settings.zero_stage == 3
+        dtype = _dtype(self.settings.dtype, self.device)
+        config = zero.config(self.settings, self.learner.config if self.learner else None, dtype)
+        if self.trained or partitioned:
+            zero.join(address, self.rank, self.world_size, self.device)
+        model = load_model(self.model_name, self.head, dtype)
+        if self.settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.network = TokenScorer(model, self.head, same_chunks=partitioned and self.world_size > 1)
+        if self.trained or partitioned:
+            self.engine = zero.engine(self.network, config)
+        else:
+            self.engine = self.network.to(self.device).requires_grad_(False)
+        return self.info()
+
+    def info(self) -> dict[str, Any]:
+        """What this rank is: parameters (of the whole model), device, ZeRO stage, rank."""
+        return {
+            "role": self.role,
+            "n_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.network.parameters()),
+            "device": str(self.device),
+            "zero_stage": self.settings.zero_stage,
+            "rank": self.rank,
+        }
+
+    def close(self) -> None:
+        """Let go of the model. The process group lives as long as the process: others may be in it."""
+        if getattr(self, "engine", None) is not None and hasattr(self.engine, "destroy"):
+            self.engine.destroy()
+        self.engine = self.network = None
+
+    # -- scoring and learning -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+        """One float32 array [T] a row, in order. Only `token_ids` and `temperature` are read.
+
+        `lm` head: log p(token t | those before), in nats, at the row's temperature; 0 at t = 0. `scalar`: values.
+        """
+        self.engine.eval()
+        numbered = [_alone(row, index) for index, row in enumerate(rows)]
+        [batches] = micro_batches(numbered, self.settings.tokens_per_microbatch, 1)
+        scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
+        for batch in self._as_many_as_other_ranks(batches):
+            ids = pad(batch, self.device).token_ids
+            outputs = self.engine(ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch))
+            for row, line in zip(batch, outputs.cpu().numpy(), strict=True):
+                scores[row.unit] = line[: len(row.token_ids)].copy()
+        return scores
+
+    def accumulate(self, microbatches: Sequence[list[LearnRow]], denominators: Mapping[str, float]) -> Metrics:
+        """Forward and backward over all of this rank's micro-batches of one optimizer step.
+
+        `denominators` are the whole step's, so that the gradient does not depend on how it was cut.
+        """
+        self.engine.train()
+        total: Metrics = {}
+        for index, batch in enumerate(microbatches):
+            self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            loss, metrics = self._loss(batch, denominators)
+            # DeepSpeed averages gradients over ranks; the loss is a share of the sum.
+            self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+            add(total, metrics)
+        return total
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Take the optimizer step for what was accumulated. Returns the gradient's global norm before clipping."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = zero.take_step(self.engine)
+        if not math.isfinite(norm):
+            raise RunError(f"the gradient of {self.role} is not finite: lower learner.lr, or look at the rewards")
+        return {"grad_norm": norm}
+
+    def _loss(self, rows: list[LearnRow], denominators: Mapping[str, float]) -> tuple[torch.Tensor, Metrics]:
+        """A micro-batch's share of the step's loss, over all its objectives."""
+        assert self.learner is not None
+        by_objective: dict[str, list[LearnRow]] = {}
+        for row in rows:
+            by_objective.setdefault(row.objective, []).append(row)
+        rows = [row for part in by_objective.values() for row in part]
+        length = max(len(row.token_ids) for row in rows)
+        batches = [pad(part, self.device, length) for part in by_objective.values()]
+        ids, row_weights, old = (
+            torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
+        )
+        outputs = self.engine(ids, (row_weights != 0) | old.isfinite(), self._temperatures(rows))
+        loss = 0.0 * outputs.sum()  # keeps every parameter in the graph: ranks must reduce the same ones
+        metrics: Metrics = {}
+        if is_silent(rows):
+            return loss, metrics
+        for batch, part in zip(batches, outputs.split([len(batch.token_ids) for batch in batches]), strict=True):
+            share, logged = self.learner.loss(self.role, part, batch, denominators)
+            loss = loss + share
+            add(metrics, logged)
+        if not loss.isfinite():
+            raise RunError(f"the loss of {self.role} is not finite")
+        if self.head == "lm":
+            current = torch.tensor([row.current for row in rows], device=self.device)
+            add(metrics, mismatch(outputs.detach(), old, current))
+        return loss, metrics
+
+    def _temperatures(self, rows: Sequence[LearnRow]) -> torch.Tensor:
+        # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
+        return torch.tensor([row.temperature or 1.0 for row in rows], dtype=torch.float32, device=self.device)
+
+    def _as_many_as_other_ranks(self, batches: list[list[LearnRow]]) -> list[list[LearnRow]]:
+        """With partitioned parameters every rank must make the same number of calls: repeat the last one."""
+        if not self.network.same_chunks:
+            return batches
+        most = torch.tensor(len(batches), device=self.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return batches + [batches[-1]] * (int(most) - len(batches))
+
+    # -- weights and state --------------------------------------------------------------------------------
+
+    def export(self, path: str) -> None:
+        """Write all parameters under their Hugging Face names to a safetensors file (rank 0 does).
+
+        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it.
+        """
+        tensors = dict(self._parameters(remove_duplicate=False))
+        if self.rank == 0:
+            weights.write(path, tensors)
+
+    def save(self, folder: str) -> None:
+        """Write a Hugging Face model folder (without the tokenizer). Rank 0 writes."""
+        tensors = dict(self._parameters(remove_duplicate=True))
+        if self.rank == 0:
+            self.network.model.save_pretrained(folder, state_dict=tensors)
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimizer and random states, exactly. Every rank writes its own part."""
+        self.engine.save_checkpoint(folder, tag="deepspeed", save_latest=False)
+        state = {"world_size": self.world_size, "random": _random_states()}
+        torch.save(state, Path(folder, f"rank-{self.rank}.pt"))
+
+    def load_state(self, folder: str) -> None:
+        """Go on from `save_state`, bit for bit. Raises `RunError` where it is not there or of other ranks."""
+        path = Path(folder, f"rank-{self.rank}.pt")
+        if not path.is_file():
+            raise RunError(f"{folder} holds no state of rank {self.rank} of {self.role}")
+        state = torch.load(path, weights_only=False)
+        if state["world_size"] != self.world_size:
+            raise RunError(
+                f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
+                f"set workers.ranks={state['world_size']}"
+            )
+        self.engine.load_checkpoint(folder, tag="deepspeed")
+        _set_random_states(state["random"])
+
+    def _parameters(self, *, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters, one at a time; on ranks other than 0 only as often as gathering needs them."""
+        for name, parameter in self.network.model.named_parameters(remove_duplicate=remove_duplicate):
+            with zero.gathered(parameter):
+                if self.rank == 0:
+                    yield name, parameter.detach().cpu().clone() if hasattr(parameter, "ds_id") else parameter.detach()
+
+    def _seed_generators(self) -> None:
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+        torch.manual_seed(self.seed)
+
+
+def _make_learner(name: str, settings: Mapping[str, Any]) -> Learner:
+    from ..registry import load_component
+
+    kind = load_component("learner", name)
+    learner: Learner = kind(kind.Config.model_validate(settings))
+    return learner
+
+
+def _alone(row: LearnRow, index: int) -> LearnRow:
+    """The row as a unit of its own, without what only learning needs."""
+    ids = np.asarray(row.token_ids, np.int64)
+    nothing = np.zeros(len(ids), np.float32)
+    return LearnRow(ids, nothing, nothing, row.objective, temperature=row.temperature, unit=index)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,113 @@
+"""The network a worker holds: a Hugging Face model that answers with one number per token.
+
+Log-probabilities are computed inside `forward`, in chunks of tokens, so that the logits of a whole
+batch [tokens, vocabulary] never exist and DeepSpeed sees an ordinary call of an ordinary module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import EnvgymError
+
+LOGITS_PER_CHUNK = 2**25
+"""Logits that exist at once: 128 MiB in float32 (and as much again for their softmax)."""
+
+
+class TokenScorer(nn.Module):
+    """Log-probabilities (`lm` head) or values (`scalar` head) of padded rows.
+
+    `same_chunks`: ranks must call the head equally often (ZeRO-3 gathers its weight at each call).
+    """
+
+    def __init__(self, model: nn.Module, head: Literal["lm", "scalar"], *, same_chunks: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        self.same_chunks = same_chunks
+
+    def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """Return [B, T] float32.
+
+        token_ids [B, T], padded on the right: attention is causal, so no real token ever sees padding and no mask
+        is needed. `wanted` [B, T] bool: tokens whose log-probability is asked for; the others, and t = 0,
+        are 0. `temperatures` [B] divide the logits. With a scalar head all values come and both are ignored.
+        """
+        if self.head == "scalar":
+            values: torch.Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+            return values.squeeze(-1).float()
+        hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        wanted = wanted.clone()
+        wanted[:, 0] = False
+        predictors = hidden[:, :-1][wanted[:, 1:]]  # the state at t - 1 predicts token t
+        scales = temperatures[:, None].expand(token_ids.shape)[wanted]
+        logprobs = self._in_chunks(predictors, token_ids[wanted], scales)
+        return torch.zeros(token_ids.shape, device=hidden.device).masked_scatter(wanted, logprobs)
+
+    def _in_chunks(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """[N, hidden size], [N], [N] -> [N]; a chunk's logits are computed again in the backward pass."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        n_chunks = -(-len(targets) * vocabulary // LOGITS_PER_CHUNK) or 1
+        if self.same_chunks:
+            most = torch.tensor(n_chunks, device=hidden.device)
+            torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+            n_chunks = int(most)
+        if n_chunks == 1:
+            return self._logprobs(hidden, targets, temperatures)
+        size = -(-len(targets) // n_chunks)
+        pieces = [slice(index * size, (index + 1) * size) for index in range(n_chunks)]
+        return torch.cat(
+            [checkpoint(self._logprobs, hidden[p], targets[p], temperatures[p], use_reentrant=False) for p in pieces]
+        )
+
+    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        logits = _rescaled(self.model.get_output_embeddings()(hidden), self.model.config)
+        logits = logits.float() / temperatures[:, None]
+        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+
+
+def _rescaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What some architectures do to their logits after the head, by the names Hugging Face configs give it."""
+    config = config.get_text_config()
+    if getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / config.logits_scaling
+    if getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+    return logits
+
+
+def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype) -> nn.Module:
+    """Load a Hugging Face model from a folder or a hub id.
+
+    A scalar head missing from the checkpoint is drawn from the global generator. Raises `EnvgymError` in one line.
+    """
+    import transformers
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        name = str(path)
+        if not (path / "config.json").is_file():
+            raise EnvgymError(f"model folder {name} has no config.json: it is not a Hugging Face model folder")
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise EnvgymError(f"model folder {name} does not exist")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    factory = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
+    extra = {} if head == "lm" else {"num_labels": 1, "classifier_dropout": 0.0}
+    try:
+        model: nn.Module = factory.from_pretrained(name, dtype=dtype, attn_implementation="sdpa", **extra)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if path.is_dir():
+            raise EnvgymError(f"model {name} does not load: {reason}") from error
+        raise EnvgymError(
+            f"model {name} is no folder here and could not be fetched from the hub: pass the path of a local folder ({reason})"
+        ) from error
+    return model
