@@ -18,7 +18,7 @@ import numbers
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -279,9 +279,11 @@ def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
     for part in path:
         info = model.model_fields.get(str(part))
         inner = info.annotation if info else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        choices = get_args(inner) or (inner,)  # `Model | None` counts as Model
+        nested = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
+        if not nested:
             return []
-        model = inner
+        model = nested[0]
     return list(model.model_fields)
 
 

@@ -6,9 +6,10 @@ import re
 from fractions import Fraction
 
 MAX_ANSWER_LENGTH = 1000
-"""Characters in a box; what is longer is wrong without being parsed."""
+"""Characters of an answer that is still parsed; what is longer equals only the same text."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?P<point>\.[0-9]+)?")
 # A factorial, a very long number, an exponent that is more than a few characters or has one of its own.
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
@@ -20,15 +21,11 @@ def boxed(text: str) -> str | None:
     opening = _BOX.match(text, start) if start >= 0 else None
     if opening is None:
         return None
-    depth, index = 1, opening.end()
-    while index < len(text):
-        if text[index] == "\\":
-            index += 1  # `\{` and `\}` are characters of a set, not braces of the box
-        elif text[index] in "{}":
-            depth += 1 if text[index] == "{" else -1
-            if depth == 0:
-                return text[opening.end() : index].strip() or None
-        index += 1
+    depth = 1
+    for brace in _BRACE.finditer(text, opening.end()):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[opening.end() : brace.start()].strip() or None
     return None
 
 
@@ -44,7 +41,7 @@ def judge_at_once(answer: str, gold: str) -> bool | None:
     """Whether `answer` is right where that is certain: the same text, or plain numbers; else None."""
     if answer == gold:
         return True
-    if len(answer) > MAX_ANSWER_LENGTH:
+    if max(len(answer), len(gold)) > MAX_ANSWER_LENGTH:
         return False
     left, right = _NUMBER.fullmatch(answer), _NUMBER.fullmatch(gold)
     if left is None or right is None:

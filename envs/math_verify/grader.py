@@ -70,6 +70,10 @@ class Grader:
         try:
             # Shielded: one who no longer waits must not take the verdict from the others.
             verdict = await asyncio.shield(asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            if future.cancelled():  # by `close`; nobody cancelled the one who waits
+                raise WorkerDied("the grader was closed") from None
+            raise
         except WorkerError:
             self._verdicts.pop(key, None)
             raise
