@@ -47,7 +47,7 @@ class Session:
     async def opened(self) -> bytes:
         """The answer to the request that opened this session, an encoded `Opened`."""
         self.last_used = time.monotonic()
-        return await asyncio.shield(self._opened)
+        return await self._answer(self._opened)
 
     async def step(self, step: Step) -> bytes:
         """The answer to one step, an encoded `Stepped`; to the last step again if it is asked for again."""
@@ -60,7 +60,7 @@ class Session:
             self._step, self._stepped = step, asyncio.create_task(self._take(step))
         else:
             raise Problem(409, "step-conflict", f"step {step.step_id} cannot follow step {last}")
-        return await asyncio.shield(self._stepped)
+        return await self._answer(self._stepped)
 
     async def close(self) -> None:
         """Stop what runs and close the environment, whatever state it is in."""
@@ -71,6 +71,14 @@ class Session:
                 await asyncio.wait_for(self._env.close(), CLOSE_SECONDS)
             except Exception:  # the session is over either way; its client has nobody to tell
                 logger.exception("session %s: the environment did not close", self.opening.session_id)
+
+    async def _answer(self, work: asyncio.Task[bytes]) -> bytes:
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise Problem(404, "session-not-found", f"session {self.opening.session_id} closed meanwhile") from None
+            raise
 
     async def _open(self) -> bytes:
         async def reset() -> bytes:
@@ -156,7 +164,7 @@ class Sessions:
 
     async def close_idle(self) -> None:
         """Close the sessions whose clients have not been heard of for the idle limit."""
-        idle = [name for name, session in self._sessions.items() if session.idle_seconds >= self._idle_seconds]
+        idle = [name for name, session in self._sessions.items() if session.idle_seconds > self._idle_seconds]
         if idle:
             logger.warning("closing %d sessions idle for %g s", len(idle), self._idle_seconds)
         await asyncio.gather(*(self.close(session_id) for session_id in idle))

@@ -1,0 +1,118 @@
+"""Servers in processes of their own, and a proxy that loses answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+GAME = Path(__file__).with_name("game.py")
+
+
+class Server:
+    """`game.py` serving one of its environments; what it prints is read line by line."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(GAME), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self.line()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+        self._lines.put(None)
+
+    def line(self) -> str:
+        """The next line it prints. Raises `queue.Empty` after 30 s, `EOFError` at the end."""
+        line = self._lines.get(timeout=30)
+        if line is None:
+            raise EOFError
+        return line
+
+    def rest(self) -> list[str]:
+        """All lines that are left, to the end of the process."""
+        lines = []
+        with contextlib.suppress(EOFError):
+            while True:
+                lines.append(self.line())
+        return lines
+
+    def stop(self) -> int:
+        """Ask it to end and wait; its exit status."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Start servers that end with the test."""
+    servers: list[Server] = []
+
+    def start(*words: str) -> Server:
+        servers.append(Server(*words))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[Server]:
+    """One server of the game, for tests that leave it well."""
+    server = Server("GuessSpec")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def losing_proxy() -> Callable[[str, int], contextlib.AbstractAsyncContextManager[str]]:
+    """A proxy whose every nth connection takes a request to the server, waits for its answer, and hangs up."""
+
+    @contextlib.asynccontextmanager
+    async def proxy(url: str, every: int) -> AsyncIterator[str]:
+        address = urlsplit(url)
+        answers = 0
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal answers
+            upstream, to_server = await asyncio.open_connection(address.hostname, address.port)
+
+            async def requests() -> None:
+                while data := await reader.read(65536):
+                    to_server.write(data)
+                to_server.close()
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(requests())
+                while data := await upstream.read(65536):
+                    answers += 1
+                    if answers % every == 0:
+                        break
+                    writer.write(data)
+                writer.close()
+                reader.feed_eof()
+
+        server = await asyncio.start_server(forward, "127.0.0.1", 0)
+        async with server:
+            host, port = server.sockets[0].getsockname()
+            yield f"http://{host}:{port}"
+
+    return proxy

@@ -1,0 +1,108 @@
+"""A small game of many turns with state and chance, to be served; run as a script it serves itself.
+
+python game.py CLASS [key=value …]    prints the URL, then a line for each environment closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
+from envgym.errors import DataError
+from envgym.registry import spec as make_spec
+from envgym.types import Action, Message, Observation, Task
+
+
+class Guess(Env):
+    """Guess a number drawn from the instance's generator; some words make it misbehave."""
+
+    spec: GuessSpec
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        assert options is not None
+        self.task: Task = options["task"]
+        if options.get("refuse"):
+            raise RuntimeError("the dice are gone")
+        self.secret = self.rng.randrange(self.task.fields["range"])
+        self.turns = 0
+        observation = Observation(
+            (Message.of("system", "Guess."), Message.of("user", f"0 to {self.task.fields['range']}?")),
+            sampling={"max_tokens": 8},
+        )
+        return observation, {"seed": seed, "luck": self.rng.random()}
+
+    async def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        match action.text:
+            case "hang":
+                print("hanging", flush=True)
+                await asyncio.Event().wait()
+            case "doze":
+                print("dozing", flush=True)
+                await asyncio.sleep(0.5)
+            case "meet":
+                await self.spec.barrier.wait()
+            case "raise":
+                raise KeyError("no such card")
+            case "bad reward":
+                return "?", float("nan"), False, False, {}
+            case "odd info":
+                info = {"set": {1}, "metrics": {"ok": 1.0, "bad": float("inf")}, "pair": (1, "x"), 3: 4}
+                return "odd", None, False, False, info
+            case "set":
+                return Observation(text="x", sampling={"stop": {1, 2}}), None, False, False, {}
+        right = action.text == str(self.secret)
+        info = {"turns": self.turns, "tokens": list(action.token_ids), "luck": self.rng.random(), "score": float(right)}
+        said = f"turn {self.turns}: {'right' if right else 'wrong'} – {self.secret}"
+        return [Message.of("user", said)], float(right), right, self.turns >= 4, info
+
+    async def close(self) -> None:
+        print("closed", flush=True)
+
+
+class GuessSpec(EnvSpec):
+    env_class = Guess
+
+    class Config(EnvConfig):
+        n: int = 250
+        meeting: int = 100
+
+    config: Config
+
+    async def setup(self) -> None:
+        self.barrier = asyncio.Barrier(self.config.meeting)
+
+    async def teardown(self) -> None:
+        print("torn down", flush=True)
+
+    def tasks(self, split: str) -> TaskSet:
+        if split == "test":
+            raise DataError("held_out.jsonl: no such file")
+        prompt = (Message.of("user", "guess"),)
+        return ListTasks([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
+
+
+class Dice(Env):
+    """Makes its problem from the seed, and has no end of them."""
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        return f"seed {seed}, {self.rng.random()}", {}
+
+    async def step(self, action: Action) -> StepResult:
+        return None, self.rng.random(), True, False, {}
+
+
+async def main() -> None:
+    from envgym.remote.server import serve
+
+    settings = dict(word.split("=") for word in sys.argv[2:])
+    await serve(
+        make_spec(f"{__file__}:{sys.argv[1]}", **settings), "127.0.0.1", 0, on_ready=lambda url: print(url, flush=True)
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
