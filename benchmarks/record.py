@@ -1,0 +1,80 @@
+"""What every benchmark here does with its numbers: note the conditions, store them as JSON, and copy them to the docs.
+
+The pages under `docs/` hold no number typed by hand: a benchmark replaces the text between its two markers,
+`<!-- NAME -->` and `<!-- /NAME -->`, with a table made from the JSON it has just stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def conditions(packages: Iterable[str]) -> dict[str, Any]:
+    """What a reader needs to judge a number: machine, cores, load, Python, versions of `packages`, commit and date."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def commit() -> str:
+    """The commit measured, marked `-dirty` where tracked files differ from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    return described.stdout.strip()
+
+
+def processor() -> str:
+    """The processor's name as Linux reports it; other systems report only the architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found.group(1) if found else platform.machine()
+
+
+def store(name: str, result: dict[str, Any]) -> Path:
+    """Write `result` to `benchmarks/results/NAME.json` and return the path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return path
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
+
+
+def fill_docs(name: str, text: str) -> None:
+    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in `docs/benchmarks.md`.
+
+    Raises:
+        SystemExit: the page does not hold the two markers exactly once.
+    """
+    page = PAGE.read_text()
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise SystemExit(f"{PAGE}: {begin} and {end} must each stand there once")
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")

@@ -1,0 +1,197 @@
+"""TRL's GRPOTrainer on the benchmark's job: writes one JSON line of phase times a step, as `metrics.jsonl` has them.
+
+    benchmarks/.venv-trl/bin/python benchmarks/trl_grpo.py --sampler own|vllm --model FOLDER --tasks FILE --out FILE …
+
+This is the peer's side of `against_trl.py`. It runs in the peer's environment (`trl_requirements.txt`) and knows
+nothing of envgym. Where TRL leaves a choice that does not change what is learned, it gets the faster one:
+
+- the reward is a comparison of strings, in this process, rather than TRL's `accuracy_reward`, which runs math-verify
+  over the completions one after the other;
+- the correction of the gap between vLLM and trainer is off, which saves TRL a forward pass a step: in float32 there is
+  no gap to correct;
+- vLLM computes in float32. TRL leaves the type to vLLM, which takes bfloat16: several times slower on a CPU.
+
+`rollout` is TRL's `_generate_and_score_completions` (prompts, sampling, rewards, advantages) without the weight push,
+`sync` is the weight push, `learn` is the rest of the step. `step` runs from the end of one optimizer step to the end
+of the next, so that nothing between them (data loading, logging) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine inside this process: TRL's colocate mode
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
+import torch
+import trl.generation.vllm_generation as vllm_generation
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+def boxed_answer_is_right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 where the last `\\boxed{…}` of a completion holds exactly the task's answer, else 0."""
+    boxes = [BOXED.findall(messages[-1]["content"]) for messages in completions]
+    return [float(bool(found) and found[-1].strip() == right) for found, right in zip(boxes, answer, strict=True)]
+
+
+def mend_vllm_on_cpu() -> None:
+    """Let TRL's colocate mode run on a CPU, in float32.
+
+    TRL pushes weights with `model.load_weights`, which cannot work on a CPU, where vLLM has repacked the linear
+    weights; `reload_weights` is vLLM's own way there. Tied embeddings are passed under both their names, or vLLM
+    keeps the old head.
+    """
+
+    def sync_weights(self: Any) -> None:
+        weights = [(name, p.detach()) for name, p in self.model.named_parameters(remove_duplicate=False)]
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        runner.reload_weights(weights_iterator=weights)
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32")
+
+
+class StepTimes(TrainerCallback):
+    """Collects seconds and counts during a step and writes them as a line when the optimizer has stepped."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w", buffering=1)
+        self.values: defaultdict[str, float] = defaultdict(float)
+        self.step_began = 0.0
+
+    def timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`, with the seconds each call takes added to `name`."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*args, **kwargs)
+            self.values[name] += time.perf_counter() - began
+            return result
+
+        return call
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step_began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now, seconds = time.perf_counter(), self.values
+        step, rollout_and_sync, sync = now - self.step_began, seconds["rollout_and_sync"], seconds["sync"]
+        line = {
+            "step": state.global_step,
+            "seconds/step": step,
+            "seconds/rollout": rollout_and_sync - sync,
+            "seconds/learn": step - rollout_and_sync,
+            "seconds/sync": sync,
+            "tokens/prompt": seconds["prompt_tokens"],
+            "tokens/sampled": seconds["sampled_tokens"],
+            "reward/mean": seconds["reward"],
+        }
+        self.file.write(json.dumps(line) + "\n")
+        self.values.clear()
+        self.step_began = now
+
+
+class TimedGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer, unchanged but for the clock around its two methods and the counts of what they made."""
+
+    def __init__(self, times: StepTimes, **kwargs: Any) -> None:
+        super().__init__(callbacks=[times], **kwargs)
+        self.times = times
+        self._generate_and_score_completions = times.timed("rollout_and_sync", super()._generate_and_score_completions)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = times.timed("sync", self.vllm_generation.sync_weights)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.times.values["sampled_tokens"] = sum(map(len, completion_ids_list))
+        self.times.values["reward"] = rewards.mean().item()
+        return rewards
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        prompt_ids, *rest = super()._tokenize_prompts(prompts)
+        self.times.values["prompt_tokens"] = sum(map(len, prompt_ids))
+        return (prompt_ids, *rest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sampler", choices=["own", "vllm"], required=True)
+    parser.add_argument("--model", required=True, help="folder of the policy")
+    parser.add_argument("--tasks", type=Path, required=True, help="JSONL of prompt and answer")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL to write, a line a step")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--tasks-per-step", type=int, required=True)
+    parser.add_argument("--group-size", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+
+    if options.sampler == "vllm":
+        mend_vllm_on_cpu()
+    tasks = [json.loads(line) for line in options.tasks.read_text().splitlines()]
+    trainer = TimedGRPOTrainer(
+        StepTimes(options.out),
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        reward_funcs=boxed_answer_is_right,
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": t["prompt"]}], "answer": t["answer"]} for t in tasks]
+        ),
+        args=GRPOConfig(
+            output_dir=str(options.out.with_suffix(".trainer")),
+            use_cpu=True,
+            bf16=False,
+            seed=options.seed,
+            # One rollout, one optimizer step over the whole of it.
+            max_steps=options.steps,
+            per_device_train_batch_size=options.tasks_per_step * options.group_size,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            num_iterations=1,
+            gradient_checkpointing=False,
+            # The same objective and optimizer as envgym's.
+            num_generations=options.group_size,
+            loss_type="grpo",
+            beta=0.0,
+            temperature=1.0,
+            max_completion_length=options.max_tokens,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            # The sampler.
+            use_vllm=options.sampler == "vllm",
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.2,
+            vllm_max_model_length=512,
+            vllm_importance_sampling_correction=False,
+            # Nothing beside the job.
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
