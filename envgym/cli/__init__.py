@@ -1,0 +1,77 @@
+"""The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and answers for its errors.
+
+Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 143 SIGTERM, 1 an error of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from envgym.errors import ConfigError, EnvgymError, did_you_mean
+
+from .failures import Invocation, broken_pipe, interrupted, mistake, reader_is_gone, unexpected
+
+COMMANDS = {
+    "train": "train a policy on an environment",
+    "eval": "measure a model on an environment's held-out tasks",
+    "envs": "list environments, or show one",
+    "serve": "serve an environment over HTTP",
+    "config": "print what would run, without starting anything",
+    "model": "make a model from a recipe, such as the starter policy",
+    "runs": "list run folders with their results",
+}
+
+_LISTED = "\n".join(f"  {name:<8}{summary}" for name, summary in COMMANDS.items())
+
+HELP = f"""usage: envgym COMMAND …
+
+Train and evaluate language-model agents, environments first.
+
+commands:
+{_LISTED}
+
+options:
+  --help     this text; envgym COMMAND --help says more
+  --version  the version
+
+example:
+  envgym train --env math_verify
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. Whatever goes wrong is one line on standard error."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    invocation = Invocation(debug="debug=true" in arguments)
+    try:
+        status = _dispatch(arguments, invocation)
+        sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter ends
+        return status
+    except KeyboardInterrupt as error:
+        return interrupted(error, invocation)
+    except EnvgymError as error:
+        return mistake(error, invocation)
+    except BrokenPipeError as error:
+        return broken_pipe() if reader_is_gone() else unexpected(error, invocation)
+    except Exception as error:
+        return unexpected(error, invocation)
+
+
+def _dispatch(arguments: list[str], invocation: Invocation) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if command in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"envgym {version('envgym')}")
+        return 0
+    if command not in COMMANDS:
+        noun = "option" if command.startswith("-") else "command"
+        known = ["--help", "--version"] if noun == "option" else COMMANDS
+        raise ConfigError(f"there is no {noun} {command!r}.{did_you_mean(command, known)} See: envgym --help")
+    status: int = importlib.import_module(f".{command}", __name__).main(rest, invocation)
+    return status

@@ -1,0 +1,36 @@
+"""`envgym config`: what would run, as YAML that `--config` takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .failures import Invocation
+from .parser import Parser, add_run_options, resolve_options
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "config",
+        "[recipes | options of train and key=value words]",
+        "Print the settings that envgym train would run with, every key of them, or the recipes there are.",
+        "envgym config --env math_verify steps=50 > run.yaml\n  envgym config recipes",
+    )
+    if list(arguments) == ["recipes"]:
+        return _list_recipes()
+    add_run_options(parser)
+    config = resolve_options(*parser.parse_with_words(arguments))
+    invocation.debug |= config.debug
+    print(config.to_yaml(), end="")
+    return 0
+
+
+def _list_recipes() -> int:
+    from envgym.recipes import FOLDER, recipe_names
+
+    names = recipe_names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        # A recipe's first comment line says what it is; a YAML parser drops it.
+        first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+        print(f"{name:<{width}}  {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
+    return 0

@@ -1,0 +1,108 @@
+"""How a command ends when something goes wrong: one line on standard error, and an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from envgym.errors import EnvgymError
+
+
+@dataclass
+class Invocation:
+    """What the command knows about itself that matters if it fails. Commands fill it in as they learn it."""
+
+    debug: bool = False
+    """Show tracebacks."""
+    folder: Path | None = None
+    """The run's folder, once there is one."""
+    terminated: bool = False
+    """The interrupt came as SIGTERM."""
+
+
+def mistake(error: EnvgymError, invocation: Invocation) -> int:
+    """Something the user can mend."""
+    if invocation.debug:
+        traceback.print_exception(error)
+    _say(f"error: {_one_line(error)}")
+    return 2
+
+
+def interrupted(error: KeyboardInterrupt, invocation: Invocation) -> int:
+    """Ctrl-C or SIGTERM: what was kept, and how to go on."""
+    if invocation.debug:
+        traceback.print_exception(error)
+    kept = _newest_checkpoint(invocation.folder)
+    if kept is not None:
+        step = int(kept.name.removeprefix("step_"))
+        _say(f"interrupted; kept the checkpoint of step {step}: envgym train --resume {invocation.folder}")
+    elif invocation.folder is not None:
+        _say(f"interrupted before the first checkpoint; what there is, is in {invocation.folder}")
+    else:
+        _say("interrupted")
+    return 128 + (signal.SIGTERM if invocation.terminated else signal.SIGINT)
+
+
+def unexpected(error: Exception, invocation: Invocation) -> int:
+    """An error of ours. The traceback goes into a file, so that the line stays one and nothing is lost."""
+    if invocation.debug:
+        traceback.print_exception(error)
+        where = "above"
+    else:
+        where = f"in {_write_traceback(error, invocation.folder)}"
+    _say(
+        f"error: unexpected {type(error).__name__}: {_one_line(error)} (a mistake in envgym; the traceback is {where})"
+    )
+    return 1
+
+
+def broken_pipe() -> int:
+    """`envgym … | head` has read enough. That is no mistake, and nothing is left to say it to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    return 128 + signal.SIGPIPE
+
+
+def reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads: a BrokenPipeError may be about another pipe."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no standard output at all
+        return True
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody listens; the exit status still tells
+        print(f"envgym: {line}", file=sys.stderr, flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def _newest_checkpoint(folder: Path | None) -> Path | None:
+    """The latest one of the run's stages, each of which may be a folder of its own."""
+    if folder is None:
+        return None
+    found = [*folder.glob("checkpoints/step_*"), *folder.glob("*/checkpoints/step_*")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _write_traceback(error: Exception, folder: Path | None) -> Path:
+    text = "".join(traceback.format_exception(error))
+    if folder is not None and folder.is_dir():
+        path = folder / "error.log"
+        with contextlib.suppress(OSError):  # the disk may be what went wrong: then the temporary folder
+            path.write_text(text, encoding="utf-8")
+            return path
+    with tempfile.NamedTemporaryFile("w", prefix="envgym-", suffix=".log", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    return Path(file.name)

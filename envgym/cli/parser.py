@@ -1,0 +1,107 @@
+"""What the commands' arguments have in common: options, and `key=value` words anywhere among them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from envgym.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from envgym.config import RunConfig
+    from envgym.env import EnvSpec
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line that names what was probably meant."""
+
+    def __init__(self, command: str, arguments: str, summary: str, example: str) -> None:
+        super().__init__(
+            prog=f"envgym {command}",
+            usage=f"envgym {command} {arguments}".rstrip(),
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # an abbreviation in a script breaks when an option is added
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See: {self.prog} --help")
+
+    def parse_with_words(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and the `key=value` words in the order given. Raises `ConfigError` for anything else."""
+        options, words = self.parse_known_args(arguments)
+        for word in words:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                meant = _as_setting(name) or did_you_mean(name, self._option_string_actions)
+                raise ConfigError(f"{self.prog} has no option {name!r}.{meant} See: {self.prog} --help")
+            if "=" not in word:
+                raise ConfigError(f"{word!r} is neither an option nor a key=value setting. See: {self.prog} --help")
+        return options, words
+
+
+def _as_setting(option: str) -> str:
+    """A hint for `--steps 10`, which elsewhere is how it would be written."""
+    from envgym.config import RunConfig, StageConfig
+
+    key = option.lstrip("-").replace("-", "_")
+    known = {**RunConfig.model_fields, **StageConfig.model_fields}
+    return f" It is a setting, written {key}=…" if key.partition(".")[0] in known else ""
+
+
+def choose(command: str, choices: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The word that must follow `command`, and the rest. Help stays where it is asked for."""
+    if not arguments:
+        raise ConfigError(f"envgym {command} is followed by {' or '.join(choices)}. See: envgym {command} --help")
+    chosen = arguments[0]
+    if chosen not in choices:
+        raise ConfigError(
+            f"there is no envgym {command} {chosen!r}.{did_you_mean(chosen, choices)} See: envgym {command} --help"
+        )
+    return chosen, list(arguments[1:])
+
+
+def add_run_options(parser: Parser) -> None:
+    """The options that say what runs. Each is short for a key of the configuration, but for the two files."""
+    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--model", metavar="M", help="Hugging Face folder or hub id, or a recipe that makes a model")
+    parser.add_argument("--learner", metavar="L", help="learner: id, file.py[:Name] or import path")
+    parser.add_argument("--recipe", metavar="R", help="what to start from (see: envgym config recipes)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--runtime", metavar="local|ray", help="where workers run")
+    parser.add_argument("--name", metavar="RUN", help="name of the run's folder")
+
+
+def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
+    """The configuration that `add_run_options` and the words describe; a word wins over an option."""
+    from envgym.config import merge, parse_words, resolve
+
+    keys = ("env", "model", "learner", "runtime", "name")
+    given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
+    return resolve(
+        merge(given, parse_words(words)),
+        recipe=getattr(options, "recipe", None),
+        file=getattr(options, "config", None),
+    )
+
+
+def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
+    """The environment `name` with the settings that a run would give it: keys `env` and `data`."""
+    from envgym.config import parse_words
+    from envgym.registry import spec
+
+    settings: dict[str, Any] = parse_words(words)
+    settings.pop("debug", None)
+    for key in settings:
+        if key not in ("env", "data"):
+            known = (
+                did_you_mean(key, ("env", "data", "debug")) or " An environment's settings are written env.KEY=VALUE."
+            )
+            raise ConfigError(f"unknown key {key!r}.{known}")
+    own = settings.get("env", {})
+    data = {"data": settings["data"]} if "data" in settings else {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"the environment is given already: {name!r}; its settings are written env.KEY=VALUE")
+    return spec(name, **own, **data)

@@ -1,0 +1,81 @@
+"""`envgym runs`: the run folders there are, with what came of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import ConfigError
+
+from .failures import Invocation
+from .parser import Parser
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "runs",
+        "[runs_dir=FOLDER]",
+        "List run folders, newest first: status, steps, and held-out score before and after.",
+        "envgym runs",
+    )
+    _, words = parser.parse_with_words(arguments)
+
+    from envgym.config import RunConfig, parse_words
+
+    settings = {"runs_dir": RunConfig.model_fields["runs_dir"].default, **parse_words(words)}
+    unknown = settings.keys() - {"runs_dir", "debug"}
+    if unknown:
+        raise ConfigError(f"envgym runs has no setting {unknown.pop()!r}: it takes runs_dir=FOLDER")
+    folder = Path(str(settings["runs_dir"]))
+    runs = [path for path in folder.glob("*/") if (path / "config.yaml").is_file()] if folder.is_dir() else []
+    if not runs:
+        print(f"no runs in {folder}")
+        return 0
+    runs.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
+    table = [("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(run: Path) -> tuple[str, ...]:
+    """A run that was killed has no summary; its metrics still tell how far it came."""
+    summary = _read_summary(run / "summary.json")
+    if summary is None:
+        return run.name, "unfinished", _steps_so_far(run), "", ""
+    scores = summary.get("eval") or {}
+    return (
+        run.name,
+        str(summary.get("status", "?")),
+        str(summary.get("steps", "")),
+        *(_score(scores.get(when)) for when in ("before", "after")),
+    )
+
+
+def _score(evaluation: dict[str, Any] | None) -> str:
+    if not evaluation:
+        return ""
+    low, high = evaluation["ci95"]
+    return f"{evaluation['score']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _read_summary(path: Path) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or not one of ours
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _steps_so_far(run: Path) -> str:
+    """The last step of the last stage's metrics."""
+    files = sorted([*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")], key=lambda path: path.stat().st_mtime)
+    for line in reversed(files[-1].read_text(encoding="utf-8").splitlines() if files else []):
+        try:
+            return str(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # cut short by the kill
+    return "0"

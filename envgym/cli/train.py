@@ -1,0 +1,73 @@
+"""`envgym train`: run a recipe on an environment, or go on with a run that stopped."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from envgym.errors import ConfigError
+
+from .failures import Invocation
+from .parser import Parser, add_run_options, resolve_options
+
+if TYPE_CHECKING:
+    from envgym.config import RunConfig
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "train",
+        "[--env E] [--model M] [options] [key=value …]",
+        "Train a policy. Settings are key=value words, dotted for nested ones; envgym config prints them all.",
+        "envgym train --env math_verify steps=50 learner.lr=1e-4\n  envgym train --resume runs/first",
+    )
+    add_run_options(parser)
+    parser.add_argument("--resume", metavar="RUN", help="go on with this run, with the settings it has")
+    options, words = parser.parse_with_words(arguments)
+    config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
+    invocation.debug |= config.debug
+
+    from envgym.display import open_display
+    from envgym.run import train
+
+    display = open_display()
+    with _terminated_like_interrupted(invocation):
+        try:
+            train(config, resume=options.resume is not None, display=display)
+        finally:
+            display.close()
+            invocation.folder = display.folder
+    return 0
+
+
+def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
+    """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set."""
+    from envgym.config import RunConfig, parse_words
+    from envgym.run import resume_config
+
+    settings = parse_words(words)
+    changed = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
+    changed += [f"{key}=…" for key in settings if key not in ("debug", "runs_dir")]
+    if changed:
+        raise ConfigError(f"--resume goes on with the run's own settings: leave out {', '.join(changed)}")
+    runs_dir = settings.get("runs_dir", RunConfig.model_fields["runs_dir"].default)
+    config = resume_config(options.resume, str(runs_dir))
+    return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted(invocation: Invocation) -> Iterator[None]:
+    """SIGTERM (a scheduler's preemption, a closing session) keeps a checkpoint and restores the terminal too."""
+
+    def on_terminate(number: int, frame: object) -> None:
+        invocation.terminated = True
+        signal.raise_signal(signal.SIGINT)  # whoever handles that, asyncio or Python, handles both
+
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
