@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..learner import LearnRow, RowBatch
+import numpy as np
+from numpy.typing import NDArray
+
+from envgym.learner import LearnRow, RowBatch
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +50,6 @@ def padded_tokens(batch: MicroBatch) -> int:
 
 def silenced(unit: Unit) -> Unit:
     """A copy of a unit that adds nothing: zero weights, no sampled log-probabilities."""
-    import numpy as np
-
     return [
         replace(row, weights=np.zeros_like(row.weights), old_logprobs=np.full_like(row.old_logprobs, np.nan))
         for row in unit
@@ -112,8 +113,8 @@ def _deal(batches: list[MicroBatch], n_ranks: int, filler: MicroBatch) -> list[l
         rank = min((r for r in range(n_ranks) if len(ranks[r]) < each), key=lambda r: (cost[r], r))
         ranks[rank].append(batch)
         cost[rank] += padded_tokens(batch)
-    for rank in ranks:
-        rank.extend([filler] * (each - len(rank)))
+    for share in ranks:
+        share.extend([filler] * (each - len(share)))
     return ranks
 
 
@@ -122,14 +123,13 @@ def pad(rows: Sequence[LearnRow], device: torch.device, length: int | None = Non
 
     Padding is 0 everywhere but in the log-probabilities as sampled, where it is NaN.
     """
-    import numpy as np
     import torch
 
     n_rows = len(rows)
     length = length or _longest(rows)
 
-    def stack(arrays: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
-        out = np.full((n_rows, length), fill, dtype)
+    def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
+        out: NDArray[Any] = np.full((n_rows, length), fill, dtype)
         for line, array in zip(out, arrays, strict=True):
             line[: len(array)] = array
         return torch.from_numpy(out).to(device)

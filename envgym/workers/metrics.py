@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..learner import Metrics
+from envgym.learner import Metrics
 
 if TYPE_CHECKING:
     import torch

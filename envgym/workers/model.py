@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from .. import weights
-from ..errors import RunError
-from ..learner import Learner, LearnRow, Metrics
+from envgym import weights
+from envgym.errors import RunError
+from envgym.learner import Learner, LearnRow, Metrics
+
 from . import zero
 from .config import WorkersConfig
 from .layout import is_silent, micro_batches, pad
@@ -28,7 +29,7 @@ from .metrics import add, mismatch
 from .network import TokenScorer, load_model
 
 if TYPE_CHECKING:
-    from ..learner import FloatArray
+    from envgym.learner import FloatArray
 
 
 class ModelWorker:
@@ -66,6 +67,9 @@ class ModelWorker:
         self.world_size = world_size
         self.seed = seed
         self.settings = WorkersConfig.model_validate(settings or {})
+        self.network: Any = None
+        self.engine: Any = None
+        """DeepSpeed's engine around `network`, or `network` itself where DeepSpeed has nothing to do."""
         self.learner = _make_learner(learner, learner_config or {}) if learner and trained else None
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -113,19 +117,20 @@ class ModelWorker:
             "role": self.role,
             "n_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.network.parameters()),
             "device": str(self.device),
+            "dtype": str(next(self.network.parameters()).dtype).removeprefix("torch."),
             "zero_stage": self.settings.zero_stage,
             "rank": self.rank,
         }
 
     def close(self) -> None:
         """Let go of the model. The process group lives as long as the process: others may be in it."""
-        if getattr(self, "engine", None) is not None and hasattr(self.engine, "destroy"):
+        if hasattr(self.engine, "destroy"):
             self.engine.destroy()
         self.engine = self.network = None
 
     # -- scoring and learning -----------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
         """One float32 array [T] a row, in order. Only `token_ids` and `temperature` are read.
 
@@ -257,9 +262,9 @@ class ModelWorker:
 
 
 def _make_learner(name: str, settings: Mapping[str, Any]) -> Learner:
-    from ..registry import load_component
+    from envgym.registry import load_component
 
-    kind = load_component("learner", name)
+    kind: Any = load_component("learner", name)
     learner: Learner = kind(kind.Config.model_validate(settings))
     return learner
 

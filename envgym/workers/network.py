@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import EnvgymError
+from envgym.errors import EnvgymError
 
 LOGITS_PER_CHUNK = 2**25
 """Logits that exist at once: 128 MiB in float32 (and as much again for their softmax)."""
 
 
-class TokenScorer(nn.Module):
+class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Log-probabilities (`lm` head) or values (`scalar` head) of padded rows.
 
     `same_chunks`: ranks must call the head equally often (ZeRO-3 gathers its weight at each call).
@@ -108,6 +108,7 @@ def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype) -> 
         if path.is_dir():
             raise EnvgymError(f"model {name} does not load: {reason}") from error
         raise EnvgymError(
-            f"model {name} is no folder here and could not be fetched from the hub: pass the path of a local folder ({reason})"
+            f"model {name} is no folder here and could not be fetched from the hub: "
+            f"pass the path of a local folder ({reason})"
         ) from error
     return model

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RunError
+from envgym.errors import RunError
 
 if TYPE_CHECKING:
-    from ..learner import LearnerConfig
+    from envgym.learner import LearnerConfig
+
     from .config import WorkersConfig
 
 MEETING_SECONDS = 300

@@ -1,0 +1,187 @@
+"""The controller's end of one role: all ranks of a model behind one object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from envgym.errors import WorkerDied, WorkerError
+from envgym.learner import LearnRow
+
+from .config import WorkersConfig
+from .layout import micro_batches
+from .metrics import merge
+from .runtime import Runtime, WorkerHandle
+
+if TYPE_CHECKING:
+    from envgym.learner import FloatArray
+
+CALL_SECONDS = 3600.0
+"""How long one call may take. A rank that waits for another one that will never come ends here at the latest."""
+GRACE_SECONDS = 1.0
+"""How long the others may take, after a rank failed, to say something better: who lost a peer speaks first,
+the peer's own end tells more."""
+
+
+class WorkerGroup:
+    """The ranks of one role. Every call runs on all of them at once, and fails as soon as one of them does."""
+
+    def __init__(self, role: str, handles: Sequence[WorkerHandle], settings: WorkersConfig) -> None:
+        self.role = role
+        self.settings = settings
+        self.info: dict[str, Any] = {}
+        """What rank 0 says of itself (`ModelWorker.info`)."""
+        self._handles = list(handles)
+        self._closing: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(
+        cls,
+        runtime: Runtime,
+        *,
+        role: str,
+        model: str,
+        settings: WorkersConfig,
+        learner: str | None = None,
+        learner_config: Mapping[str, Any] | None = None,
+        trained: bool = True,
+        head: Literal["lm", "scalar"] = "lm",
+        seed: int = 0,
+        deterministic: bool = False,
+    ) -> Self:
+        """Start `settings.ranks` workers and load the model in each; see `ModelWorker` for the arguments."""
+        shared = {
+            "role": role,
+            "model": model,
+            "learner": learner,
+            "learner_config": dict(learner_config or {}),
+            "settings": settings.model_dump(),
+            "trained": trained,
+            "head": head,
+            "world_size": settings.ranks,
+            "seed": seed,
+            "deterministic": deterministic,
+        }
+        starting = [
+            asyncio.ensure_future(
+                runtime.start("envgym.workers.model:ModelWorker", {**shared, "rank": rank}, name=f"{role}-{rank}")
+            )
+            for rank in range(settings.ranks)
+        ]
+        try:
+            group = cls(role, await asyncio.gather(*starting), settings)
+        except BaseException:
+            await _close_started(starting)
+            raise
+        try:
+            address = await group._handles[0].call("address") if settings.ranks > 1 else None
+            group.info = (await group._on_all("load", address))[0]
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    # -- scoring and learning -----------------------------------------------------------------------------
+
+    async def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+        """One float32 array [T] a row, in order; see `ModelWorker.forward`."""
+        if not rows:
+            return []
+        n_ranks = len(self._handles)
+        by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].token_ids))
+        shares = [by_length[rank::n_ranks] or [0] for rank in range(n_ranks)]  # no rank may stay away (ZeRO-3)
+        results = await self._on_each("forward", [([rows[index] for index in share],) for share in shares])
+        scores: dict[int, FloatArray] = {}
+        for share, result in zip(shares, results, strict=True):
+            scores.update(zip(share, result, strict=True))
+        return [scores[index] for index in range(len(rows))]
+
+    async def accumulate(self, rows: Sequence[LearnRow], denominators: Mapping[str, float]) -> dict[str, float]:
+        """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
+        `mismatch/…`."""
+        shares = micro_batches(rows, self.settings.tokens_per_microbatch, len(self._handles))
+        return merge(await self._on_each("accumulate", [(share, dict(denominators)) for share in shares]))
+
+    async def step(self, lr: float) -> dict[str, float]:
+        """Take the optimizer step for what was accumulated. Returns `grad_norm`, before clipping."""
+        results = await self._on_all("step", lr)
+        step: dict[str, float] = results[0]
+        return step
+
+    async def learn(self, rows: Sequence[LearnRow], denominators: Mapping[str, float], lr: float) -> dict[str, float]:
+        """`accumulate`, then `step`."""
+        return await self.accumulate(rows, denominators) | await self.step(lr)
+
+    # -- weights and state --------------------------------------------------------------------------------
+
+    async def export(self, path: str) -> None:
+        """Write all parameters to a safetensors file, on rank 0's machine."""
+        await self._on_all("export", path)
+
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face model folder, without the tokenizer."""
+        await self._on_all("save", folder)
+
+    async def save_state(self, folder: str) -> None:
+        """Write weights, optimizer and random states, exactly."""
+        await self._on_all("save_state", folder)
+
+    async def load_state(self, folder: str) -> None:
+        """Go on from `save_state`."""
+        await self._on_all("load_state", folder)
+
+    async def close(self) -> None:
+        """End all ranks. Safe to call twice, and after one has died."""
+        if not self._closing:
+            self._close_soon()
+        await asyncio.gather(*self._closing)
+
+    # -- calling ------------------------------------------------------------------------------------------
+
+    async def _on_all(self, method: str, *args: Any) -> list[Any]:
+        return await self._on_each(method, [args] * len(self._handles))
+
+    async def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank with its own arguments; results in the order of ranks.
+
+        Where one fails the others may wait for it for ever, so all are ended and the group is of no more use.
+        """
+        calls = [
+            asyncio.ensure_future(handle.call(method, *args))
+            for handle, args in zip(self._handles, arguments, strict=True)
+        ]
+        try:
+            done, pending = await asyncio.wait(calls, timeout=CALL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(call.exception() for call in done) and not pending:
+                return [call.result() for call in calls]
+            if done and pending:
+                done |= (await asyncio.wait(pending, timeout=GRACE_SECONDS))[0]
+            self._close_soon()
+            errors = [error for call in done if (error := call.exception())]
+            if not errors:
+                raise WorkerError(f"{self.role}: {method} did not end within {CALL_SECONDS:.0f} s")
+            raise min(errors, key=_vagueness)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _close_soon(self) -> None:
+        """Begin to end all ranks, without waiting for it: whoever waits for a call should hear of it now."""
+        self._closing += [asyncio.ensure_future(handle.close()) for handle in self._handles]
+
+
+def _vagueness(error: BaseException) -> int:
+    """Sorts what several ranks say of one failure: a death or a user's mistake explains more than a lost peer."""
+    if isinstance(error, WorkerDied) or not isinstance(error, WorkerError):
+        return 0
+    return 1
+
+
+async def _close_started(starting: Sequence[asyncio.Future[WorkerHandle]]) -> None:
+    """One of several workers did not start: end the others, also those still on their way."""
+    for start in starting:
+        start.cancel()
+    for result in await asyncio.gather(*starting, return_exceptions=True):
+        if not isinstance(result, BaseException):
+            await result.close()
