@@ -1,0 +1,224 @@
+"""Plain transformers as the engine, for where vLLM cannot be installed. Simple and exact, not fast.
+
+Whatever requests wait are sampled as one left-padded batch with a key-value cache, which shrinks as its requests
+finish; what arrives meanwhile is the next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from envgym.engines.base import EngineInfo, Generation, Request, SamplingParams
+from envgym.engines.checkpoint import check_model_folder, end_tokens, read_weights
+from envgym.engines.context import check_fits, max_new_tokens
+from envgym.errors import ConfigError, WorkerError
+from envgym.types import StopReason, VersionSpan
+
+MAX_BATCH = 256
+"""Requests sampled together; the rest wait."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """A request being sampled, and what has been sampled of it so far."""
+
+    request: Request
+    max_tokens: int
+    stop: frozenset[int]
+    future: asyncio.Future[Generation]
+    generator: torch.Generator | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.request.token_ids, *self.token_ids]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.token_ids) >= self.max_tokens or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.token_ids) and self.token_ids[-1] in self.stop
+
+    def generation(self) -> Generation:
+        reason = StopReason.STOP if self.stopped else StopReason.LENGTH
+        return Generation(tuple(self.token_ids), tuple(self.logprobs), reason, spans(self.versions))
+
+
+class TransformersEngine:
+    """Implements `envgym.engines.base.Engine`; takes the arguments of `VLLMEngine`.
+
+    `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
+    and a request with a seed has a generator of its own.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_model_folder(model)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype == "auto" and self._device.type == "cpu":
+            dtype = "float32"
+        try:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **dict(engine_args or {}))
+        except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:
+            traceback.print_exception(error)
+            reason = " ".join(str(error).split())[:400]
+            raise ConfigError(f"transformers cannot load the model {model!r}: {reason}") from None
+        self._model: Any = loaded.to(self._device).eval()
+        config = self._model.config
+        self._max_model_len: int = max_model_len or config.max_position_embeddings
+        self._end_tokens = end_tokens(config, model)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._version = 0
+        self._waiting: list[Sample] = []
+        self._sampling: asyncio.Task[None] | None = None
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(f"transformers {transformers.__version__}", self._max_model_len)
+
+    async def generate(self, request: Request) -> Generation:
+        wanted = request.sampling
+        generator = None
+        if wanted.seed is not None:
+            generator = torch.Generator(self._device).manual_seed(wanted.seed)
+        stop = frozenset((*wanted.stop_token_ids, *self._end_tokens))
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Sample(request, max_new_tokens(request, self._max_model_len), stop, future, generator))
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(self._sample_while_busy())
+        return await future
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        check_fits(token_ids, self._max_model_len)
+        ids = torch.tensor([token_ids], device=self._device)
+        with torch.inference_mode():
+            logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        return [float(x) for x in logprobs.gather(1, ids[0, 1:, None])[:, 0]]
+
+    async def load_weights(self, path: str, version: int) -> None:
+        tied = bool(self._model.config.get_text_config().tie_word_embeddings)
+        missing, unexpected = self._model.load_state_dict(dict(read_weights(path, tied=tied)), strict=False)
+        if missing or unexpected:
+            raise WorkerError(f"{path!r} does not hold this model's weights: {[*missing, *unexpected][:3]}")
+        self._version = version
+
+    async def pause(self) -> None:
+        self._may_step.clear()
+
+    async def resume(self) -> None:
+        self._may_step.set()
+
+    async def sleep(self) -> None:
+        await self.pause()
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        self._model.to(self._device)
+        await self.resume()
+
+    async def close(self) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
+
+    async def _sample_while_busy(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            try:
+                await self._sample(batch)
+            except Exception as error:
+                traceback.print_exception(error)
+                for sample in batch:
+                    if not sample.future.done():
+                        sample.future.set_exception(WorkerError(f"sampling failed: {type(error).__name__}: {error}"))
+
+    async def _sample(self, batch: list[Sample]) -> None:
+        """Sample a batch to its end. New weights meanwhile mean a new cache, computed from the tokens so far."""
+        while not all(sample.finished for sample in batch):
+            version, cache, mask = self._version, None, None
+            while version == self._version and not all(sample.finished for sample in batch):
+                logits, cache, mask = self._forward(batch, cache, mask)
+                for row, sample in zip(logits, batch, strict=True):
+                    if not sample.finished:
+                        token, logprob = sample_token(row, sample.request.sampling, sample.generator or self._generator)
+                        sample.token_ids.append(token)
+                        sample.logprobs.append(logprob)
+                        sample.versions.append(version)
+                        if sample.finished and not sample.future.done():
+                            sample.future.set_result(sample.generation())
+                await asyncio.sleep(0)
+                await self._may_step.wait()
+
+    def _forward(
+        self, batch: list[Sample], cache: Any, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """Logits [B, V] of every sample's next token (float32), the cache and its mask [B, T] (left-padded)."""
+        if mask is None:
+            length = max(len(sample.sequence) for sample in batch)
+            padding = [length - len(sample.sequence) for sample in batch]
+            rows = [[0] * pad + sample.sequence for pad, sample in zip(padding, batch, strict=True)]
+            ids = torch.tensor(rows, device=self._device)
+            mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long().to(self._device)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        else:
+            ids = torch.tensor([sample.sequence[-1:] for sample in batch], device=self._device)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            positions = mask.sum(1, keepdim=True) - 1
+        with torch.inference_mode():
+            output = self._model(
+                ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[:, -1].float(), output.past_key_values, mask
+
+
+def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
+    """Draw a token from `logits` [V]; return it and its log-probability, in nats, in the distribution drawn from.
+
+    Temperature, then top-k, then top-p (the smallest set of most likely tokens that holds at least top_p), each
+    renormalised. Temperature 0 takes the likeliest, with its log-probability at temperature 1.
+    """
+    if sampling.temperature == 0:
+        token = int(logits.argmax())
+        return token, float(logits.log_softmax(-1)[token])
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits.softmax(-1).sort(descending=True)
+        logits = logits.index_fill(0, index[ordered.cumsum(0) - ordered >= sampling.top_p], -torch.inf)
+    logprobs = logits.log_softmax(-1)
+    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    """Runs of equal policy versions, one number a token, as spans."""
+    starts = [t for t, version in enumerate(versions) if t == 0 or version != versions[t - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=True))

@@ -1,0 +1,263 @@
+"""What every engine promises, held against the model itself in float32. Each engine is one process for all tests."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from envgym.engines import TARGETS, choose_engine
+from envgym.engines.base import Generation, Request, SamplingParams
+from envgym.errors import ConfigError, MissingDependency, PromptTooLong
+from envgym.types import StopReason, VersionSpan
+from envgym.workers.local import LocalRuntime
+
+CONTEXT = 256
+END = 0  # <|im_end|>
+
+
+class EngineProcess:
+    """An engine in a process of its own, with an event loop that outlives the tests' coroutines."""
+
+    def __init__(self, kind: str, model: Path, logs: Path) -> None:
+        self.runner = asyncio.Runner()
+        self.runtime = LocalRuntime(logs)
+        kwargs = {"model": str(model), "max_model_len": CONTEXT}
+        start = self.runtime.start(TARGETS[kind], kwargs, name=kind, environ={"OMP_NUM_THREADS": "1"})
+        self.worker = self.runner.run(start)
+
+    def call(self, method, *args):
+        return self.runner.run(self.worker.call(method, *args))
+
+    def generate(self, requests) -> list[Generation]:
+        async def wave():
+            return await asyncio.gather(*(self.worker.call("generate", request) for request in requests))
+
+        return self.runner.run(wave())
+
+    def close(self):
+        self.runner.run(self.runtime.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="session", params=["vllm", "transformers"])
+def engine(request, tiny_model, tmp_path_factory):
+    process = EngineProcess(request.param, tiny_model, tmp_path_factory.mktemp("logs"))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def policy(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def new_policy(policy, tmp_path, engine):
+    """Another policy, and a file of its weights without the tied head; the engine has its own back afterwards."""
+    torch.manual_seed(7)
+    other = Qwen3ForCausalLM(policy.config).float().eval()
+    for model, name in ((other, "new"), (policy, "old")):
+        state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
+        save_file(state, tmp_path / f"{name}.safetensors")
+    yield other, str(tmp_path / "new.safetensors")
+    engine.call("load_weights", str(tmp_path / "old.safetensors"), 0)
+
+
+def logprobs_of(policy, token_ids, temperature=1.0):
+    """[T-1] log-probabilities of tokens 1 .. T-1 under the model itself."""
+    ids = torch.tensor([token_ids])
+    with torch.no_grad():
+        logits = policy(ids).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def assert_exact(policy, request, generation, span=None, bound=1e-4):
+    start, end = span or (0, len(generation.token_ids))
+    n = len(request.token_ids)
+    expected = logprobs_of(policy, [*request.token_ids, *generation.token_ids], request.sampling.temperature)
+    expected = expected[n - 1 + start : n - 1 + end]
+    assert (expected - torch.tensor(generation.logprobs[start:end])).abs().max() < bound
+
+
+def requests(n, sampling, prefix="r"):
+    """Prompts of different lengths, some sharing a beginning."""
+    return [Request(f"{prefix}{i}", tuple(range(3 + i % 2, 20 + i)), sampling) for i in range(n)]
+
+
+def test_info(engine):
+    info = engine.call("info")
+    assert info.kind.split()[0] in TARGETS
+    assert info.max_model_len == CONTEXT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policy, temperature):
+    wave = requests(24, SamplingParams(max_tokens=16, temperature=temperature))
+    for request, generation in zip(wave, engine.generate(wave), strict=True):
+        assert len(generation.token_ids) == len(generation.logprobs) <= 16
+        assert generation.versions == (VersionSpan(0, 0, len(generation.token_ids)),)
+        assert_exact(policy, request, generation)
+
+
+def test_a_cut_support_is_renormalised(engine, policy):
+    wave = requests(8, SamplingParams(max_tokens=4, top_k=3)) + requests(8, SamplingParams(4, top_p=0.5), "p")
+    for request, generation in zip(wave, engine.generate(wave), strict=True):
+        ids = [*request.token_ids, *generation.token_ids]
+        with torch.no_grad():
+            probabilities = policy(torch.tensor([ids])).logits[0].softmax(-1)[len(request.token_ids) - 1 :]
+        for p, token, logprob in zip(probabilities, generation.token_ids, generation.logprobs, strict=False):
+            ordered = p.sort(descending=True).values
+            kept = 3 if request.sampling.top_k else int((ordered.cumsum(0) - ordered < 0.5).sum())
+            assert p[token] >= ordered[kept - 1]
+            assert logprob == pytest.approx(float((p[token] / ordered[:kept].sum()).log()), abs=1e-4)
+
+
+def test_greedy(engine, policy):
+    wave = requests(4, SamplingParams(max_tokens=8, temperature=0))
+    for request, generation in zip(wave, engine.generate(wave), strict=True):
+        ids = [*request.token_ids, *generation.token_ids]
+        with torch.no_grad():
+            best = policy(torch.tensor([ids])).logits[0].argmax(-1)
+        assert best[len(request.token_ids) - 1 : -1].tolist() == list(generation.token_ids)
+
+
+def test_stop_and_length(engine):
+    stop = tuple(range(256))
+    for generation in engine.generate(requests(8, SamplingParams(max_tokens=100, stop_token_ids=stop))):
+        assert generation.stop_reason is StopReason.STOP
+        assert generation.token_ids[-1] in stop
+        assert not set(generation.token_ids[:-1]) & set(stop)
+    full = tuple(range(3, CONTEXT - 3))  # leaves room for 6
+    results = engine.generate([Request(f"f{i}", full, SamplingParams(max_tokens=50)) for i in range(8)])
+    assert max(len(generation.token_ids) for generation in results) == 6
+    for generation in results:
+        ended = generation.token_ids[-1] == END  # the model's own end token stops it too
+        assert generation.stop_reason is (StopReason.STOP if ended else StopReason.LENGTH)
+    with pytest.raises(PromptTooLong, match="leaves no room"):
+        engine.generate([Request("long", (5,) * CONTEXT, SamplingParams(max_tokens=1))])
+
+
+def test_a_seed_fixes_a_request_whatever_runs_beside_it(engine):
+    one = Request("one", tuple(range(3, 30)), SamplingParams(max_tokens=16, seed=11))
+    alone = engine.generate([one])[0]
+    company = engine.generate([*requests(5, SamplingParams(max_tokens=12, seed=3)), one])[-1]
+    assert alone.token_ids == company.token_ids
+    other = replace(one, sampling=SamplingParams(max_tokens=16, seed=12))
+    assert engine.generate([other])[0].token_ids != alone.token_ids
+
+
+@pytest.mark.parametrize("length", [2, 100, CONTEXT])
+def test_score(engine, policy, length):
+    token_ids = tuple((7 * i + 3) % 512 for i in range(length))
+    scored = torch.tensor(engine.call("score", token_ids))
+    assert scored.shape == (length - 1,)
+    assert (scored - logprobs_of(policy, token_ids)).abs().max() < 1e-5
+
+
+def test_new_weights_even_where_prefixes_were_cached(engine, new_policy):
+    other, path = new_policy
+    wave = requests(16, SamplingParams(max_tokens=8))
+    engine.generate(wave)
+    engine.call("load_weights", path, 1)
+    for request, generation in zip(wave, engine.generate(wave), strict=True):
+        assert_exact(other, request, generation)
+        assert {span.version for span in generation.versions} == {1}
+    token_ids = tuple(range(3, 40))
+    assert (torch.tensor(engine.call("score", token_ids)) - logprobs_of(other, token_ids)).abs().max() < 1e-4
+
+
+def test_new_weights_in_mid_flight(engine, policy, new_policy):
+    other, path = new_policy
+    wave = requests(8, SamplingParams(max_tokens=120), "flight")
+    short = Request("short", (5, 6, 7), SamplingParams(max_tokens=8))
+
+    async def swap():
+        flying = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
+        # Some steps after the first: the engine answers this one only between steps.
+        await asyncio.sleep(0)
+        await engine.worker.call("generate", short) if engine.worker.name == "vllm" else await engine.worker.call(
+            "info"
+        )
+        await engine.worker.call("load_weights", path, 5)
+        return await asyncio.gather(*flying)
+
+    results = engine.runner.run(swap())
+    assert any(len(generation.versions) == 2 for generation in results)
+    for request, generation in zip(wave, results, strict=True):
+        assert generation.versions[0].start == 0
+        assert generation.versions[-1].end == len(generation.token_ids)
+        for span in generation.versions:
+            weights = {0: policy, 5: other}[span.version]
+            assert_exact(weights, request, generation, (span.start, span.end))
+
+
+def test_pause_keeps_requests_and_resume_finishes_them(engine, policy):
+    request = Request("paused", tuple(range(3, 20)), SamplingParams(max_tokens=8))
+
+    async def main():
+        await engine.worker.call("pause")
+        task = asyncio.create_task(engine.worker.call("generate", request))
+        done, _ = await asyncio.wait({task}, timeout=0.5)
+        assert not done
+        await engine.worker.call("resume")
+        return await task
+
+    assert_exact(policy, request, engine.runner.run(main()))
+
+
+def test_sleep_and_wake(engine, policy):
+    engine.call("sleep")
+    engine.call("wake")
+    wave = requests(2, SamplingParams(max_tokens=4))
+    for request, generation in zip(wave, engine.generate(wave), strict=True):
+        assert_exact(policy, request, generation)
+
+
+def test_a_cancelled_request_leaves_the_others(engine, policy):
+    wave = requests(4, SamplingParams(max_tokens=60), "c")
+
+    async def main():
+        tasks = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
+        await engine.worker.call("info")
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks[1:])
+
+    for request, generation in zip(wave[1:], engine.runner.run(main()), strict=True):
+        assert_exact(policy, request, generation)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_a_model_that_does_not_load(kind, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, config in (("bad", "{"), ("bert", '{"architectures": ["BertForSequenceClassification"]}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(config)
+
+    async def start(model):
+        runtime = LocalRuntime(tmp_path / "logs")
+        await runtime.start(TARGETS[kind], {"model": str(model)}, name="e")
+
+    for name, said in (
+        ("absent", "no model folder"),
+        ("empty", "no config.json"),
+        ("bad", "not valid JSON"),
+        ("bert", "not a causal language model"),
+    ):
+        if kind == "vllm" or name == "absent":
+            with pytest.raises(ConfigError, match=said):
+                asyncio.run(start(tmp_path / name))
+
+
+def test_choose_engine(monkeypatch):
+    assert choose_engine("auto") == choose_engine("vllm") == (TARGETS["vllm"], "")
+    assert choose_engine("transformers") == (TARGETS["transformers"], "")
+    monkeypatch.setattr("envgym.engines.find_spec", lambda name: None)
+    target, note = choose_engine("auto")
+    assert target == TARGETS["transformers"]
+    assert "not installed" in note
+    with pytest.raises(MissingDependency, match="pip install"):
+        choose_engine("vllm")
