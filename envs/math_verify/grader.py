@@ -67,13 +67,16 @@ class Grader:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
         future = self._verdicts[key]
+        waiting = asyncio.wrap_future(future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, if nobody waits any more
         try:
             # Shielded: one who no longer waits must not take the verdict from the others.
-            verdict = await asyncio.shield(asyncio.wrap_future(future))
+            verdict = await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            if future.cancelled():  # by `close`; nobody cancelled the one who waits
-                raise WorkerDied("the grader was closed") from None
-            raise
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise WorkerDied("the grader was closed") from None  # `close` cancelled the grading, nobody this task
         except WorkerError:
             self._verdicts.pop(key, None)
             raise
@@ -86,10 +89,15 @@ class Grader:
         with self._lock:
             self._closed = True
             workers = list(self._workers)
+        executors = (self._quick, self._costly)
+        for executor in executors:
+            executor.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
-        for executor in (self._quick, self._costly):
-            executor.shutdown(wait=True, cancel_futures=True)
+        for executor in executors:
+            executor.shutdown(wait=True)
+        for worker in workers:
+            worker.close()
 
     def _grade(self, answer: str, gold: str, *, niceness: int) -> Verdict:
         """Runs in a thread of the pool. A process that dies is replaced, and its answer tried once more."""
@@ -117,7 +125,7 @@ class Grader:
 
     def _stop(self, worker: Worker) -> None:
         self._own.worker = None
-        worker.kill()
+        worker.close()
         with self._lock:
             self._workers.discard(worker)
 
@@ -128,7 +136,7 @@ class Grader:
 
 
 class Worker:
-    """One grading process. Used by one thread; `kill` may be called from any."""
+    """One grading process. It belongs to one thread; only `kill` may be called from another."""
 
     def __init__(self, niceness: int) -> None:
         command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(os.getpid()), str(niceness)]
@@ -152,6 +160,13 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        """Kill the process and close its pipes. Safe to call twice."""
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def _wait_until_ready(self) -> None:
         try:

@@ -1,0 +1,392 @@
+"""math_verify: what earns the reward, and that hostile answers cost nobody else anything."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import envgym
+from envgym.env import EnvSpec
+from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
+from envgym.envs.math_verify.arithmetic import ArithmeticTasks, held_out_tasks
+from envgym.errors import ConfigError, MissingDependency, WorkerError
+from envgym.types import Task
+
+TOWER = "9^{9^{9^{9}}}"
+
+
+def play(answers, gold, **config):
+    """The (score, metrics) of answers to one task, all given at the same time."""
+
+    async def one(spec, text):
+        env = spec.make()
+        await env.reset(options={"task": Task("t", "q", gold)})
+        _, reward, terminated, _, info = await env.step(envgym.Action(text))
+        assert terminated
+        assert reward == info["score"]
+        return reward, info["metrics"]
+
+    async def main():
+        async with envgym.spec("math_verify", **config) as spec:
+            return await asyncio.gather(*(one(spec, text) for text in answers))
+
+    return asyncio.run(main())
+
+
+def box(answer):
+    return rf"\boxed{{{answer}}}"
+
+
+# -- reading answers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("42", None),
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed {x}", "x"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\}}", r"\}"),
+        (r"\boxed{}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed{1} then \boxed{2", None),
+        (r"\boxed{" * 20_000, None),
+        (r"\boxed", None),
+        (r"\boxed{½}", "½"),
+    ],
+)
+def test_the_last_box_is_the_answer(text, content):
+    assert boxed(text) == content
+
+
+@given(st.text(alphabet="\\{}boxed1", max_size=40))
+def test_what_is_boxed_has_balanced_braces(text):
+    content = boxed(text)
+    if content is not None:
+        plain = content.replace("\\\\", "").replace("\\{", "").replace("\\}", "")
+        assert plain.count("{") == plain.count("}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("6 * 7 = <<6*7=42>>42\n#### 42", "42"),
+        (r"so \boxed{\frac12}", r"\frac12"),
+        (42, "42"),
+        (0.5, "0.5"),
+        (" x ", "x"),
+    ],
+)
+def test_reference_answers(answer, final):
+    assert reference(answer) == final
+
+
+@given(st.integers(-(10**20), 10**20), st.integers(-(10**20), 10**20))
+def test_whole_numbers_are_judged_at_once(a, b):
+    assert judge_at_once(str(a), str(b)) is (a == b)
+    assert judge_at_once(f"{a:,}", f"{a}.000") is True
+
+
+# -- tasks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operations", [("+",), ("+", "-", "*")])
+def test_sums_are_right_and_the_held_out_ones_are_never_trained_on(operations):
+    train_tasks = ArithmeticTasks(operations, 2)
+    train = [asyncio.run(train_tasks.get(index)) for index in range(2000)]
+    test = held_out_tasks(operations, 2)
+
+    def problem(task):
+        a, operation, b = task.prompt.removeprefix("What is ").removesuffix("?").split()
+        assert eval(f"{a} {operation} {b}") == task.answer
+        return operation, frozenset((int(a), int(b)))
+
+    assert {problem(task) for task in train}.isdisjoint(problem(task) for task in test)
+    assert len({task.prompt for task in test}) == len({task.id for task in test}) == 512
+    assert len({task.prompt for task in train}) > 1000
+    assert asyncio.run(train_tasks.get(1999)) == train[1999], "a task is a function of its index"
+
+
+def test_the_test_tasks_are_the_same_everywhere():
+    """They are hashed and drawn without anything that changes between processes; this pins them."""
+    assert [task.prompt for task in held_out_tasks(("+",), 2)[:3]] == [
+        "What is 62 + 43?", "What is 29 + 6?", "What is 8 + 43?",
+    ]  # fmt: skip
+    assert 0 < len(held_out_tasks(("+",), 1)) < 30, "there are only so many one-digit sums"
+
+
+def test_tasks_from_a_file_with_worked_answers(tmp_path):
+    path = tmp_path / "gsm.jsonl"
+    rows = [{"question": f"q{i}", "answer": f"{i}+1 = <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    async def main():
+        async with envgym.spec("math_verify", data={"path": str(path)}, instruction="") as spec:
+            assert spec.tasks("train").size + spec.tasks("test").size == 40
+            env = spec.make()
+            observation, _ = await env.reset(seed=0)
+            right = reference(env.task.answer)
+            assert [message.text for message in observation.messages] == [env.task.prompt]
+            assert spec.demonstrations(env.task, 0)[0].strip("= .").removeprefix("The answer is ") in (
+                right,
+                box(right),
+            )
+            return (await env.step(envgym.Action(box(right))))[1]
+
+    assert asyncio.run(main()) == 1.0
+
+
+def test_the_instruction_joins_the_last_user_message():
+    async def main(prompt, **config):
+        env = envgym.make("math_verify", **config)
+        observation, _ = await env.reset(options={"task": Task("t", prompt, 1)})
+        await env.spec.close()
+        return [(message.role, message.text) for message in observation.messages]
+
+    chat = (envgym.Message.of("system", "s"), envgym.Message.of("user", "q"))
+    assert asyncio.run(main(chat, instruction="Box it.")) == [("system", "s"), ("user", "q\nBox it.")]
+    assert asyncio.run(main("q", instruction="")) == [("user", "q")]
+    assert asyncio.run(main(chat[:1], instruction="Box it.")) == [("system", "s"), ("user", "Box it.")]
+
+
+def test_demonstrations_are_right_and_boxed_as_often_as_asked():
+    spec = envgym.spec("math_verify", boxed_share=0.4)
+    task = Task("t", "What is 20 + 3?", 23)
+    answers = [spec.demonstrations(task, seed) for seed in range(2000)]
+    assert all(len(answer) == 1 for answer in answers)
+    texts = [answer[0] for answer in answers]
+    assert set(texts) == {r"\boxed{23}", "The answer is 23.", "= 23", "23"}
+    assert 0.36 < sum(boxed(text) is not None for text in texts) / 2000 < 0.44
+    assert spec.demonstrations(task, 7) == answers[7]
+
+
+def test_mistakes_in_settings():
+    with pytest.raises(ConfigError, match=r"unknown key 'digit'. Did you mean 'digits'\?"):
+        envgym.spec("math_verify", digit=3)
+    with pytest.raises(ConfigError, match="key 'operations"):
+        envgym.spec("math_verify", operations=["/"])
+    with pytest.raises(ConfigError, match="splits train and test, not 'valid'"):
+        envgym.spec("math_verify").tasks("valid")
+
+
+def test_without_math_verify_setup_says_what_to_install(monkeypatch):
+    spec = envgym.spec("math_verify")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"pip install 'envgym\[math\]'"):
+        asyncio.run(spec.ensure_setup())
+
+
+# -- grading ---------------------------------------------------------------------------------------------
+
+
+def test_only_a_right_answer_in_a_box_earns():
+    answers = {
+        box("68"): 1, box("68.0"): 1, box("67"): 0, "68": 0, "The answer is 68.": 0, r"\boxed{}": 0,
+        box(r"\frac{136}{2}"): 1, box("60+8"): 1, box("+068"): 1, box("½"): 0, box("六十八"): 0, box("\ud800\0\n"): 0,
+    }  # fmt: skip
+    results = play(list(answers), 68)
+    assert [reward for reward, _ in results] == list(answers.values())
+    assert results[3][1] == {"answered": 0.0, "grader_timeout": 0.0, "grader_crash": 0.0}
+    assert results[0][1]["answered"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("x^2+1", "1+x^2", 1), ("0.5", r"\frac{1}{2}", 1), (r"\{1,2\}", r"\{2,1\}", 1), ("½", "½", 1),
+        (r"\sqrt{8}", r"2\sqrt{2}", 1), ("x+1", "x+2", 0), ("1000", "1,000", 1), ("3.1415926", "3.1415927", 1),
+    ],
+)  # fmt: skip
+def test_equal_mathematics_is_equal(gold, answer, right):
+    assert play([box(answer)], gold)[0][0] == right
+
+
+HOSTILE = [
+    box(TOWER), box("100000000!"), box("((9^{999})^{999})^{999}"), box("{" * 400 + "1" + "}" * 400),
+    box("(" * 300 + "1" + ")" * 300), box(r"\frac{1}{" * 50 + "x" + "}" * 50), box("1e999999999"),
+    box("1" * 100_000), box("x" * 100_000), "{" * 100_000, box(r"\sqrt{" * 100), "a" * 100_000,
+]  # fmt: skip
+
+
+def test_hostile_answers_end_by_their_deadline_and_earn_nothing():
+    results = play(HOSTILE, 5, grader_timeout=0.5)
+    assert [reward for reward, _ in results] == [0.0] * len(HOSTILE)
+    assert results[0][1]["grader_timeout"] == 1.0
+    assert not any(metrics["grader_timeout"] for _, metrics in results[-5:]), "what is too long is not parsed"
+
+
+def test_hundreds_of_hostile_answers_delay_no_good_one():
+    """Good answers that need the library are behind 200 towers that take 1 s each, and are graded before two end."""
+
+    async def main():
+        async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
+            assert (await spec.grade("1+x", "x+1")).correct  # a process is ready
+            hostile = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "5")) for n in range(200)]
+            good = [await spec.grade(f"x^2+{n}", f"{n}+x^2") for n in range(50)]
+            ended = sum(task.done() for task in hostile)
+            for task in hostile:
+                task.cancel()
+            outcomes = await asyncio.gather(*hostile, return_exceptions=True)
+            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes[ended:])
+            return good, ended
+
+    good, ended = asyncio.run(main())
+    assert all(verdict.correct for verdict in good)
+    assert ended < 20
+
+
+def test_a_hanging_answer_holds_up_only_its_own_process():
+    """An answer that hangs without looking costly takes one of two processes; the other goes on."""
+    sneaky = "((9^{999})^{999})^{999}"
+    assert not looks_costly(sneaky)
+
+    async def main():
+        async with envgym.spec("math_verify", grader_timeout=3.0) as spec:
+            order = []
+
+            async def grade(name, answer, gold):
+                verdict = await spec.grade(answer, gold)
+                order.append(name)
+                return verdict
+
+            verdicts = await asyncio.gather(
+                grade("hanging", sneaky, "5"), *(grade("good", f"x+{n}", f"{n}+x") for n in range(20))
+            )
+            return order, verdicts
+
+    order, verdicts = asyncio.run(main())
+    assert order == ["good"] * 20 + ["hanging"]
+    assert verdicts[0].failure == "timeout"
+    assert all(verdict.correct for verdict in verdicts[1:])
+
+
+def test_equal_questions_are_graded_once():
+    """Eight members of a group give one hostile answer: one deadline passes, not eight."""
+
+    async def main():
+        async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
+            await spec.grade("10^{20}!", "warm")
+            started = time.monotonic()
+            verdicts = await asyncio.gather(*(spec.grade(TOWER, "5") for _ in range(8)))
+            return verdicts, time.monotonic() - started
+
+    verdicts, seconds = asyncio.run(main())
+    assert {verdict.failure for verdict in verdicts} == {"timeout"}
+    assert seconds < 8
+
+
+def test_a_killed_process_is_replaced_and_its_answer_tried_again():
+    async def main():
+        async with envgym.spec("math_verify", grader_processes=1, grader_timeout=20) as spec:
+            assert (await spec.grade("1+x", "x+1")).correct
+            (worker,) = workers(spec)
+            os.kill(worker, signal.SIGSTOP)  # so that the answer is surely in its hands when it dies
+            graded = asyncio.ensure_future(spec.grade("2+x", "x+2"))
+            await asyncio.sleep(0)
+            os.kill(worker, signal.SIGKILL)
+            verdict = await graded
+            assert workers(spec) != [worker]
+            return verdict
+
+    assert asyncio.run(main()).correct
+
+
+def workers(spec):
+    return [worker._process.pid for worker in spec._grader._workers]
+
+
+def test_processes_that_cannot_start_are_an_error_and_no_verdict(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('half installed')")
+
+    async def main():
+        async with envgym.spec("math_verify") as spec:
+            await spec.grade("1+x", "x+1")
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(WorkerError, match="grading processes do not start: ImportError: half installed"):
+        asyncio.run(main())
+
+
+def test_a_spec_serves_one_event_loop_after_another():
+    spec = envgym.spec("math_verify")
+    asyncio.run(spec.ensure_setup())
+    for n in range(3):
+        assert asyncio.run(spec.grade(f"{n}+x", f"x+{n}")).correct
+    asyncio.run(spec.close())
+    asyncio.run(spec.ensure_setup())
+    assert asyncio.run(spec.grade("1+y", "y+1")).correct
+    asyncio.run(spec.close())
+
+
+def test_teardown_ends_every_process_at_once_also_those_that_hang():
+    async def main(spec):
+        async with spec:
+            await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("5!", "1200/10"))  # a process of either kind
+            hanging = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "5")) for n in range(5)]
+            await spec.grade("2+x", "x+2")
+            pids = workers(spec)
+            started = time.monotonic()
+        assert time.monotonic() - started < 30, "the deadline is 1000 s"
+        outcomes = await asyncio.gather(*hanging, return_exceptions=True)
+        assert all(isinstance(outcome, WorkerError) for outcome in outcomes)
+        return pids
+
+    pids = asyncio.run(main(envgym.spec("math_verify", grader_timeout=1000)))
+    assert len(pids) >= 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_nothing_is_left_when_the_parent_is_killed():
+    script = f"""
+import asyncio, envgym
+async def main():
+    async with envgym.spec("math_verify", grader_timeout=1000) as spec:
+        await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("5!", "1200/10"))
+        hanging = asyncio.ensure_future(spec.grade({TOWER!r}, "5"))
+        await spec.grade("2+x", "x+2")
+        print(*[worker._process.pid for worker in spec._grader._workers], flush=True)
+        await hanging
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) >= 2
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a grading process outlived its parent by 10 s"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    """Whether `pid` runs; what was killed but not yet reaped by its new parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_spec_is_json_and_an_env_is_cheap():
+    spec = envgym.spec("math_verify", digits=3, data={"path": "x.jsonl", "prompt": "q"})
+    rebuilt = envgym.registry.spec_from_json(spec.to_json())
+    assert rebuilt == spec
+    assert isinstance(rebuilt, EnvSpec)
+    assert rebuilt.config.data.prompt == "q"
+    random_state = random.getstate()
+    spec.make()
+    assert random.getstate() == random_state, "the global generator is left alone"
