@@ -148,7 +148,7 @@ def markdown(result: dict[str, Any]) -> str:
         for phase, row in result["comparison"][peer].items()
     ]
     work = [
-        [label, *(f"{median(turn[side][field] for turn in result['turns']):.4g}" for field in (*WORK, "seconds/wall"))]
+        [label, *(f"{median(turn[side][field] for turn in result['turns']):,.2f}" for field in (*WORK, "seconds/wall"))]
         for side, label in {"envgym": "envgym", **PEERS}.items()
     ]
     where, job = result["conditions"], result["job"]
@@ -160,7 +160,7 @@ def markdown(result: dict[str, Any]) -> str:
             table(["side", "tokens sampled a step", "mean reward", "whole run with start-up, s"], work),
             f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; commit "
             f"`{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, "
-            f"{job['threads']} threads, load {where['load_1min']} before the start; Python {where['python']}, "
+            f"OMP_NUM_THREADS={job['threads']}, load {where['load_1min']} before the start; Python {where['python']}, "
             + ", ".join(f"{name} {number}" for name, number in (where["versions"] | trl).items())
             + ".",
         ]

@@ -12,8 +12,8 @@ nothing of envgym. Where TRL leaves a choice that does not change what is learne
 - vLLM computes in float32. TRL leaves the type to vLLM, which takes bfloat16: several times slower on a CPU.
 
 `rollout` is TRL's `_generate_and_score_completions` (prompts, sampling, rewards, advantages) without the weight push,
-`sync` is the weight push, `learn` is the rest of the step. `step` runs from the end of one optimizer step to the end
-of the next, so that nothing between them (data loading, logging) is left out.
+`sync` is the weight push, `learn` is the rest of the step. `step` runs from the trainer's `on_step_begin` to its
+`on_step_end`: like envgym's own, it leaves out writing the step's metrics down.
 """
 
 from __future__ import annotations
@@ -85,25 +85,24 @@ class StepTimes(TrainerCallback):
 
         return call
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step_began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now, seconds = time.perf_counter(), self.values
-        step, rollout_and_sync, sync = now - self.step_began, seconds["rollout_and_sync"], seconds["sync"]
+        step = time.perf_counter() - self.step_began
+        rollout_and_sync, sync = self.values["rollout_and_sync"], self.values["sync"]
         line = {
             "step": state.global_step,
             "seconds/step": step,
             "seconds/rollout": rollout_and_sync - sync,
             "seconds/learn": step - rollout_and_sync,
             "seconds/sync": sync,
-            "tokens/prompt": seconds["prompt_tokens"],
-            "tokens/sampled": seconds["sampled_tokens"],
-            "reward/mean": seconds["reward"],
+            "tokens/prompt": self.values["prompt_tokens"],
+            "tokens/sampled": self.values["sampled_tokens"],
+            "reward/mean": self.values["reward"],
         }
         self.file.write(json.dumps(line) + "\n")
         self.values.clear()
-        self.step_began = now
 
 
 class TimedGRPOTrainer(GRPOTrainer):
