@@ -1,6 +1,6 @@
 """The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and answers for its errors.
 
-Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 143 SIGTERM, 1 an error of ours.
+Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours.
 """
 
 from __future__ import annotations

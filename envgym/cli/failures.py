@@ -23,8 +23,6 @@ class Invocation:
     """Show tracebacks."""
     folder: Path | None = None
     """The run's folder, once there is one."""
-    terminated: bool = False
-    """The interrupt came as SIGTERM."""
 
 
 def mistake(error: EnvgymError, invocation: Invocation) -> int:
@@ -36,18 +34,11 @@ def mistake(error: EnvgymError, invocation: Invocation) -> int:
 
 
 def interrupted(error: KeyboardInterrupt, invocation: Invocation) -> int:
-    """Ctrl-C or SIGTERM: what was kept, and how to go on."""
+    """Ctrl-C. The run says in the exception which checkpoint it kept and how to go on."""
     if invocation.debug:
         traceback.print_exception(error)
-    kept = _newest_checkpoint(invocation.folder)
-    if kept is not None:
-        step = int(kept.name.removeprefix("step_"))
-        _say(f"interrupted; kept the checkpoint of step {step}: envgym train --resume {invocation.folder}")
-    elif invocation.folder is not None:
-        _say(f"interrupted before the first checkpoint; what there is, is in {invocation.folder}")
-    else:
-        _say("interrupted")
-    return 128 + (signal.SIGTERM if invocation.terminated else signal.SIGINT)
+    _say(": ".join(filter(None, ("interrupted", _one_line(error)))))
+    return 128 + signal.SIGINT
 
 
 def unexpected(error: Exception, invocation: Invocation) -> int:
@@ -86,14 +77,6 @@ def _say(line: str) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-
-
-def _newest_checkpoint(folder: Path | None) -> Path | None:
-    """The latest one of the run's stages, each of which may be a folder of its own."""
-    if folder is None:
-        return None
-    found = [*folder.glob("checkpoints/step_*"), *folder.glob("*/checkpoints/step_*")]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _write_traceback(error: Exception, folder: Path | None) -> Path:

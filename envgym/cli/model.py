@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from envgym.errors import NameNotFound, did_you_mean
@@ -30,13 +31,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.display import open_display
-    from envgym.run import build_model
+    from envgym.models import make_model
 
     display = open_display()
     try:
-        path = build_model(options.name, display)
+        path = asyncio.run(make_model(options.name, display))
     finally:
         display.close()
-        invocation.folder = display.folder
     print(path)
     return 0

@@ -46,20 +46,15 @@ def _row(run: Path) -> tuple[str, ...]:
     summary = _read_summary(run / "summary.json")
     if summary is None:
         return run.name, "unfinished", _steps_so_far(run), "", ""
+    from envgym.report import score
+
     scores = summary.get("eval") or {}
     return (
         run.name,
         str(summary.get("status", "?")),
         str(summary.get("steps", "")),
-        *(_score(scores.get(when)) for when in ("before", "after")),
+        *(score(scores[when]) if scores.get(when) else "" for when in ("before", "after")),
     )
-
-
-def _score(evaluation: dict[str, Any] | None) -> str:
-    if not evaluation:
-        return ""
-    low, high = evaluation["ci95"]
-    return f"{evaluation['score']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _read_summary(path: Path) -> dict[str, Any] | None:

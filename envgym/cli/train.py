@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError
@@ -33,13 +32,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.display import open_display
     from envgym.run import train
 
-    display = open_display()
-    with _terminated_like_interrupted(invocation):
-        try:
-            train(config, resume=options.resume is not None, display=display)
-        finally:
-            display.close()
-            invocation.folder = display.folder
+    display = open_display(config)
+    try:
+        train(config, resume=options.resume is not None, display=display)
+    finally:
+        display.close()
+        if config.name is not None:
+            invocation.folder = Path(config.runs_dir, config.name)
     return 0
 
 
@@ -56,18 +55,3 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     runs_dir = settings.get("runs_dir", RunConfig.model_fields["runs_dir"].default)
     config = resume_config(options.resume, str(runs_dir))
     return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted(invocation: Invocation) -> Iterator[None]:
-    """SIGTERM (a scheduler's preemption, a closing session) keeps a checkpoint and restores the terminal too."""
-
-    def on_terminate(number: int, frame: object) -> None:
-        invocation.terminated = True
-        signal.raise_signal(signal.SIGINT)  # whoever handles that, asyncio or Python, handles both
-
-    before = signal.signal(signal.SIGTERM, on_terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
