@@ -99,10 +99,14 @@ def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype) -> 
         raise EnvgymError(f"model folder {name} does not exist")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    factory = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
-    extra = {} if head == "lm" else {"num_labels": 1, "classifier_dropout": 0.0}
     try:
-        model: nn.Module = factory.from_pretrained(name, dtype=dtype, attn_implementation="sdpa", **extra)
+        config = transformers.AutoConfig.from_pretrained(name)
+        factory = transformers.AutoModelForCausalLM
+        if head == "scalar":
+            factory = transformers.AutoModelForTokenClassification
+            config.num_labels = 1
+            config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
+        model: nn.Module = factory.from_pretrained(name, config=config, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if path.is_dir():

@@ -46,6 +46,8 @@ def config(settings: WorkersConfig, learner: LearnerConfig | None, dtype: torch.
                 "torch_adam": True,  # DeepSpeed's own Adam needs a compiled kernel
             },
         }
+    if "optimizer" in settings.deepspeed:
+        ours.pop("optimizer", None)  # another optimizer's parameters do not mix with AdamW's
     return _merged(ours, settings.deepspeed)
 
 

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+VOCABULARY = 97
+
+LEARNER = {
+    "learner": f"{Path(__file__).parent / 'token_mean.py'}:TokenMean",
+    "learner_config": {"name": "token_mean", "max_grad_norm": 1e9, "lr": 1e-3},
+}
+
+PLAIN_GRADIENT_DESCENT = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
+"""DeepSpeed JSON with which one step moves the weights by exactly the gradient (AdamW's first step is a sign)."""
+
+
+@pytest.fixture(scope="session")
+def learner():
+    return LEARNER
+
+
+@pytest.fixture(scope="session")
+def plain_gradient_descent():
+    return PLAIN_GRADIENT_DESCENT
+
+
+def _model_folder(folder, *, tied):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,  # so that log-probabilities are far from uniform
+        tie_word_embeddings=tied,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory):
+    return _model_folder(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory):
+    return _model_folder(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def make_rows():
+    """make_rows(n, seed) -> n rows of different lengths, each its own unit, with two objectives."""
+    from envgym.learner import LearnRow
+    from envgym.types import Objective
+
+    def make(n, seed=0, shortest=5, longest=20):
+        rng = np.random.default_rng(seed)
+        rows = []
+        for index in range(n):
+            length = int(rng.integers(shortest, longest + 1))
+            weights = (rng.random(length) < 0.6).astype(np.float32)
+            weights[0], weights[-1] = 0.0, 1.0
+            rows.append(
+                LearnRow(
+                    token_ids=rng.integers(0, VOCABULARY, length),
+                    weights=weights,
+                    old_logprobs=np.full(length, np.nan, np.float32),
+                    objective=Objective.CROSS_ENTROPY if index % 3 else Objective.POLICY_GRADIENT,
+                    temperature=float(rng.choice([0.7, 1.0, 1.3])),
+                    unit=index,
+                )
+            )
+        return rows
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def denominators():
+    """The default ones of a learner: the weight of each objective."""
+
+    def of(rows):
+        return {o: float(sum(r.weights.sum() for r in rows if r.objective == o)) for o in {r.objective for r in rows}}
+
+    return of

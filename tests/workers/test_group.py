@@ -1,0 +1,147 @@
+"""Groups of real worker processes, on gloo."""
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from envgym.errors import EnvgymError, WorkerDied, WorkerError
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.inline import InlineRuntime
+from envgym.workers.local import LocalRuntime
+
+
+@pytest.fixture
+def with_group(tmp_path, tied_model, learner):
+    """with_group(body, ranks=…) -> what the coroutine `body(group)` returns, run on a started group."""
+
+    def run(body, *, ranks=1, inline=False, zero_stage=0, model=tied_model, deepspeed=None, **kwargs):
+        settings = WorkersConfig(
+            ranks=ranks, zero_stage=zero_stage, tokens_per_microbatch=60, dtype="float32", deepspeed=deepspeed or {}
+        )
+
+        async def main():
+            runtime = InlineRuntime() if inline else LocalRuntime(tmp_path / "logs")
+            try:
+                group = await WorkerGroup.start(
+                    runtime, role="actor", model=model, settings=settings, **learner, **kwargs
+                )
+                try:
+                    return await body(group)
+                finally:
+                    await group.close()
+            finally:
+                await runtime.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_two_ranks_learn_what_one_learns(
+    with_group, make_rows, denominators, plain_gradient_descent, tied_model, tmp_path, zero_stage
+):
+    rows = make_rows(11)  # an odd number: one rank gets a dummy
+    for row in rows:
+        row.old_logprobs[2:] = -3.0
+
+    async def one_step(group):
+        scores = await group.forward(rows)
+        few = await group.forward(rows[:1])  # fewer rows than ranks
+        metrics = await group.learn(rows, denominators(rows), 1.0)
+        await group.export(str(tmp_path / "weights"))
+        await group.save(str(tmp_path / "model"))
+        return scores, few, metrics, load_file(tmp_path / "weights")
+
+    expected, _, expected_metrics, expected_weights = with_group(
+        one_step, inline=True, deepspeed=plain_gradient_descent
+    )
+    scores, few, metrics, tensors = with_group(
+        one_step, ranks=2, zero_stage=zero_stage, deepspeed=plain_gradient_descent
+    )
+    for score, other in zip([*scores, few[0]], [*expected, expected[0]], strict=True):
+        np.testing.assert_allclose(score, other, atol=1e-5)
+    assert metrics.keys() == expected_metrics.keys() >= {"loss", "grad_norm", "mismatch/max", "mismatch/k3"}
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+    assert tensors.keys() == expected_weights.keys()
+    for name, tensor in expected_weights.items():
+        torch.testing.assert_close(tensors[name], tensor, atol=1e-6, rtol=1e-5)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, tmp_path):
+    async def body(group):
+        async def step(seed):
+            rows = make_rows(6, seed)
+            await group.learn(rows, denominators(rows), 1e-2)
+            await group.export(str(tmp_path / "weights"))
+            return load_file(tmp_path / "weights")
+
+        await step(0)
+        await group.save_state(str(tmp_path / "state"))
+        straight = await step(1)
+        await group.load_state(str(tmp_path / "state"))
+        return straight, await step(1)
+
+    straight, resumed = with_group(body, ranks=2, zero_stage=2)
+    for name, tensor in straight.items():
+        assert torch.equal(resumed[name], tensor), name
+
+
+def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denominators):
+    async def body(group):
+        rows = make_rows(6)
+        await group.learn(rows, denominators(rows), 1e-3)
+        victim = group._handles[1].pid
+        os.kill(victim, signal.SIGSTOP)  # so that rank 0 certainly waits for it
+        learning = asyncio.ensure_future(group.learn(rows, denominators(rows), 1e-3))
+        asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerDied, match="actor-1"):
+            await learning
+        return time.monotonic() - started
+
+    assert with_group(body, ranks=2, zero_stage=2) < 5
+
+
+def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows, denominators):
+    async def body(group):
+        rows = make_rows(6)
+        good, bad = group._handles
+        started = time.monotonic()
+        group._handles[1] = Renamed(bad)
+        with pytest.raises(WorkerError, match="no_such_method"):
+            await group.learn(rows, denominators(rows), 1e-3)
+        return time.monotonic() - started
+
+    assert with_group(body, ranks=2, zero_stage=2) < 5
+
+
+class Renamed:
+    """A handle whose worker does not know what it is asked."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    async def call(self, method, *args):
+        return await self.handle.call("no_such_method")
+
+    async def close(self):
+        await self.handle.close()
+
+
+def test_a_model_that_does_not_load_is_one_error_and_leaves_no_process(with_group, tmp_path):
+    async def body(group):
+        raise AssertionError("unreachable")
+
+    with pytest.raises(EnvgymError, match="does not exist") as caught:
+        with_group(body, ranks=2, model=str(tmp_path / "nowhere"))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,257 @@
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from envgym.errors import EnvgymError, RunError
+from envgym.workers.layout import micro_batches, silenced
+from envgym.workers.model import ModelWorker
+
+
+def reference_logprobs(folder, rows):
+    """log p(token t | tokens before it) in float64, one row at a time, straight from Hugging Face."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    out = []
+    for row in rows:
+        ids = torch.tensor(row.token_ids)[None]
+        with torch.no_grad():
+            logprobs = (model(input_ids=ids).logits[0] / row.temperature).log_softmax(-1)
+        out.append(np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]))
+    return out
+
+
+@pytest.fixture
+def make_worker(tied_model, learner):
+    workers = []
+
+    def make(model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", deepspeed=None, **settings):
+        settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
+        worker = ModelWorker(role=role, model=model, settings=settings, trained=trained, head=head, **learner)
+        workers.append(worker)
+        worker.load()
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def weights_of(worker, tmp_path):
+    worker.export(str(tmp_path / "weights"))
+    return load_file(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(("zero_stage", "trained"), [(0, False), (0, True), (2, True), (3, True), (3, False)])
+def test_forward_gives_the_models_own_log_probabilities(make_worker, make_rows, tied_model, zero_stage, trained):
+    rows = make_rows(9)
+    worker = make_worker(zero_stage=zero_stage, trained=trained, tokens_per_microbatch=60)
+    scores = worker.forward(rows)
+    for score, expected in zip(scores, reference_logprobs(tied_model, rows), strict=True):
+        assert score.dtype == np.float32
+        np.testing.assert_allclose(score, expected, atol=2e-5)
+
+
+def test_log_probabilities_and_gradients_are_the_same_in_chunks(
+    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path, monkeypatch
+):
+    rows = make_rows(8)
+    results = []
+    for limit in (2**25, 97 * 7):
+        monkeypatch.setattr("envgym.workers.network.LOGITS_PER_CHUNK", limit)
+        worker = make_worker(deepspeed=plain_gradient_descent)
+        worker.accumulate([rows], denominators(rows))
+        worker.step(1.0)
+        results.append(weights_of(worker, tmp_path))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_gradient_does_not_depend_on_micro_batches(
+    make_worker, make_rows, denominators, plain_gradient_descent, tied_model, untied_model, tmp_path, zero_stage, tied
+):
+    rows = make_rows(8)
+    model = tied_model if tied else untied_model
+    expected = one_step_by_hand(model, rows)
+    cuts = [[rows], [[row] for row in rows], micro_batches(rows, 50, 1)[0], [rows[:5], silenced(rows[:2]), rows[5:]]]
+    for cut in cuts:
+        worker = make_worker(model, zero_stage, deepspeed=plain_gradient_descent)
+        metrics = worker.accumulate(cut, denominators(rows))
+        assert metrics["loss"][1] == pytest.approx(sum(denominators(rows).values()))
+        norm = worker.step(1.0)["grad_norm"]
+        after = weights_of(worker, tmp_path)
+        if tied:
+            assert torch.equal(after.pop("lm_head.weight"), after["model.embed_tokens.weight"])
+        assert after.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(after[name], tensor, atol=2e-6, rtol=1e-5)
+        before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+        moved = torch.stack([(before[name] - tensor).norm() for name, tensor in expected.items()]).norm()
+        assert norm == pytest.approx(float(moved), rel=1e-4)
+
+
+def one_step_by_hand(folder, rows):
+    """The weights after one step of plain gradient descent at rate 1, in float64, without any code under test."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    totals = {}
+    for row in rows:
+        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+    for row in rows:
+        ids = torch.tensor(row.token_ids)[None]
+        logprobs = (model(input_ids=ids).logits[0, :-1] / row.temperature).log_softmax(-1)
+        taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        (-(taken * torch.tensor(row.weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
+    return {name: (p - p.grad).detach().float() for name, p in model.named_parameters()}
+
+
+def test_dummies_alone_change_nothing(make_worker, make_rows, plain_gradient_descent, tmp_path):
+    rows = make_rows(3)
+    worker = make_worker(zero_stage=2, deepspeed=plain_gradient_descent)
+    before = weights_of(worker, tmp_path)
+    assert worker.accumulate([silenced(rows)], {}) == {}
+    assert worker.step(1.0)["grad_norm"] == 0.0
+    for name, tensor in weights_of(worker, tmp_path).items():
+        torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
+
+
+def test_gradients_are_clipped_and_the_norm_before_it_is_returned(
+    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path
+):
+    rows = make_rows(4)
+    for zero_stage in (0, 2):
+        worker = make_worker(zero_stage=zero_stage, deepspeed={**plain_gradient_descent, "gradient_clipping": 0.01})
+        before = weights_of(worker, tmp_path)
+        worker.accumulate([rows], denominators(rows))
+        norm = worker.step(1.0)["grad_norm"]
+        after = weights_of(worker, tmp_path)
+        del before["lm_head.weight"]  # it is the embeddings
+        moved = torch.stack([(before[name] - after[name]).norm() for name in before]).norm()
+        assert norm > 0.1
+        assert float(moved) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_learning_rate_is_the_one_given_to_step(make_worker, make_rows, denominators, tmp_path):
+    rows = make_rows(4)
+    worker = make_worker()
+    before = weights_of(worker, tmp_path)
+    worker.accumulate([rows], denominators(rows))
+    worker.step(0.0)
+    for name, tensor in weights_of(worker, tmp_path).items():
+        torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
+
+
+def test_mismatch_compares_sampled_tokens_of_current_rows(make_worker, make_rows, denominators):
+    rows = make_rows(4)
+    worker = make_worker()
+    for row, score in zip(rows, worker.forward(rows), strict=True):
+        row.old_logprobs[3:] = score[3:]
+    rows[0].old_logprobs[-1] += 0.25
+    rows[1].old_logprobs[:] = -99.0
+    rows[1].current = False
+    metrics = worker.accumulate([rows], denominators(rows))
+    compared = sum(len(row.token_ids) - 3 for row in rows if row.current)
+    assert metrics["mismatch/max"] == pytest.approx((0.25, 1.0), abs=1e-5)
+    assert metrics["mismatch/mean_abs"] == pytest.approx((0.25, compared), abs=1e-4)
+    assert metrics["mismatch/k3"] == pytest.approx((np.exp(-0.25) - 1 + 0.25, compared), abs=1e-4)
+
+
+def test_a_scalar_head_learns_values(make_worker, make_rows, denominators):
+    rows = make_rows(8)
+    worker = make_worker(role="critic", head="scalar", zero_stage=2)
+    values = worker.forward(rows)
+    assert [len(value) for value in values] == [len(row.token_ids) for row in rows]
+    for _ in range(5):
+        worker.accumulate([rows[:4], rows[4:]], denominators(rows))
+        worker.step(3e-3)
+    after = worker.forward(rows)
+    squares = [sum((v**2 * row.weights).sum() for v, row in zip(vs, rows, strict=True)) for vs in (values, after)]
+    assert squares[1] < 0.8 * squares[0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_writes_a_folder_that_hugging_face_loads(
+    make_worker, make_rows, denominators, tied_model, untied_model, tmp_path, zero_stage, tied
+):
+    rows = make_rows(4)
+    worker = make_worker(tied_model if tied else untied_model, zero_stage)
+    worker.accumulate([rows], denominators(rows))
+    worker.step(1e-3)
+    worker.save(str(tmp_path / "model"))
+    exported = weights_of(worker, tmp_path)
+    assert "lm_head.weight" in exported
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.config.tie_word_embeddings == tied
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, exported[name], atol=0, rtol=0)
+    for score, expected in zip(worker.forward(rows), reference_logprobs(tmp_path / "model", rows), strict=True):
+        np.testing.assert_allclose(score, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_a_loaded_state_goes_on_bit_for_bit(make_worker, make_rows, denominators, tmp_path, zero_stage):
+    def steps(worker, seeds):
+        for seed in seeds:
+            rows = make_rows(6, seed)
+            worker.accumulate(micro_batches(rows, 50, 1)[0], denominators(rows))
+            worker.step(1e-2)
+
+    one = make_worker(zero_stage=zero_stage)
+    steps(one, (0, 1))
+    one.save_state(str(tmp_path / "state"))
+    torch.manual_seed(5)  # a generator that has moved on is put back too
+    other = make_worker(zero_stage=zero_stage)
+    other.load_state(str(tmp_path / "state"))
+    steps(one, (2, 3))
+    steps(other, (2, 3))
+    expected = weights_of(one, tmp_path)
+    for name, tensor in weights_of(other, tmp_path).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_state_of_other_ranks_is_refused_in_one_line(make_worker, tmp_path):
+    worker = make_worker()
+    with pytest.raises(RunError, match="holds no state"):
+        worker.load_state(str(tmp_path))
+    worker.save_state(str(tmp_path))
+    state = torch.load(tmp_path / "rank-0.pt", weights_only=False)
+    torch.save({**state, "world_size": 2}, tmp_path / "rank-0.pt")
+    with pytest.raises(RunError, match=r"workers\.ranks=2"):
+        worker.load_state(str(tmp_path))
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(
+    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path
+):
+    rows = make_rows(4)
+    results = []
+    for checkpointing in (False, True):
+        worker = make_worker(deepspeed=plain_gradient_descent, gradient_checkpointing=checkpointing)
+        worker.accumulate([rows], denominators(rows))
+        worker.step(1.0)
+        results.append(weights_of(worker, tmp_path))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_an_error(make_worker, make_rows, denominators):
+    rows = make_rows(2)
+    rows[0].weights[1] = np.inf
+    with pytest.raises(RunError, match="loss of actor is not finite"):
+        make_worker().accumulate([rows], denominators(rows))
+
+
+@pytest.mark.parametrize("case", ["missing", "no config", "broken"])
+def test_a_model_that_does_not_load_is_one_line(tmp_path, case):
+    folder = tmp_path / "model"
+    expected = {"missing": "does not exist", "no config": "has no config.json", "broken": "does not load"}[case]
+    if case != "missing":
+        folder.mkdir()
+    if case == "broken":
+        (folder / "config.json").write_text('{"model_type": "no such architecture"}')
+    with pytest.raises(EnvgymError, match=expected) as caught:
+        ModelWorker(role="reference", model=str(folder), trained=False).load()
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)

@@ -1,0 +1,13 @@
+"""The learner of the worker tests: the mean over tokens of the negative log-probability, or of squared values."""
+
+from envgym.learner import Learner
+
+
+class TokenMean(Learner):
+    def prepare(self, groups):
+        return []
+
+    def loss(self, role, outputs, batch, denominators):
+        per_token = outputs.square() if role == "critic" else -outputs
+        total = (per_token * batch.weights).sum()
+        return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.weights.sum()))}
