@@ -110,16 +110,24 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_fits(token_ids, self._max_model_len)
+        # vLLM scores a prompt on the way to a token after it. Where there is no room for that one, the last token
+        # is asked about as if it might be sampled.
+        full = len(token_ids) == self._max_model_len
+        prompt = list(token_ids[:-1] if full else token_ids)
         sampling = SamplingParams(
-            max_tokens=1,  # vLLM scores a prompt only on the way to a token after it
+            max_tokens=1,
             prompt_logprobs=0,
+            logprob_token_ids=[token_ids[-1]] if full else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._scores += 1
-        output = await self._run(f"score-{self._scores}", {"prompt_token_ids": list(token_ids)}, sampling)
-        return list(output.prompt_logprobs.logprobs)
+        output = await self._run(f"score-{self._scores}", {"prompt_token_ids": prompt}, sampling)
+        logprobs = list(output.prompt_logprobs.logprobs)
+        if full:
+            logprobs.append(output.outputs[0].logprobs[0][token_ids[-1]].logprob)
+        return logprobs
 
     async def load_weights(self, path: str, version: int) -> None:
         self._check()

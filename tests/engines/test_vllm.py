@@ -1,0 +1,120 @@
+"""What is vLLM's alone: repeatable bits over a restart, its arguments, and nothing left after a kill."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from envgym.engines import TARGETS
+from envgym.engines.base import Request, SamplingParams
+from envgym.engines.checkpoint import read_weights
+from envgym.errors import ConfigError
+from envgym.workers.local import LocalRuntime
+
+
+def run_with_engine(model, logs, body, **kwargs):
+    async def main():
+        runtime = LocalRuntime(logs)
+        try:
+            arguments = {"model": str(model), "max_model_len": 256, **kwargs}
+            return await body(
+                await runtime.start(TARGETS["vllm"], arguments, name="vllm", environ={"OMP_NUM_THREADS": "2"})
+            )
+        finally:
+            await runtime.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_the_same_wave_gives_the_same_bits_after_a_restart(tiny_model, tmp_path):
+    """More requests than run at once, prompts that share a beginning and are longer than one step's budget."""
+    wave = [
+        Request(f"r{i}", tuple(range(3, 100 + i % 50)), SamplingParams(max_tokens=12, temperature=0.8, seed=i))
+        for i in range(200)
+    ]
+
+    async def play(engine):
+        return await asyncio.gather(*(engine.call("generate", request) for request in wave))
+
+    first, second = (run_with_engine(tiny_model, tmp_path, play, deterministic=True) for _ in range(2))
+    assert first == second
+    assert len({generation.token_ids for generation in first}) > 190
+
+
+def test_an_unknown_argument_names_its_neighbour(tiny_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"^vLLM has no engine argument 'max_num_seq'\. Did you mean 'max_num_seqs'"):
+        run_with_engine(tiny_model, tmp_path, None, engine_args={"max_num_seq": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine_args", "said"),
+    [({"max_num_seqs": -1}, "greater than"), ({"max_model_len": 10**6}, "max_model_len"),
+     ({"kv_cache_memory_bytes": 2**50}, "memory")],
+)  # fmt: skip
+def test_what_vllm_refuses_is_one_line(tiny_model, tmp_path, engine_args, said):
+    with pytest.raises(ConfigError, match=f"vLLM cannot load .*{said}") as failure:
+        run_with_engine(tiny_model, tmp_path, None, engine_args=engine_args)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_tied_head_is_never_left_out(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "w.safetensors")
+    assert [name for name, _ in read_weights(str(tmp_path / "w.safetensors"), tied=True)][1] == "lm_head.weight"
+    assert len(list(read_weights(str(tmp_path / "w.safetensors"), tied=False))) == 1
+
+
+CONTROLLER = """
+import asyncio, sys
+from envgym.engines.base import Request, SamplingParams
+from envgym.workers.local import LocalRuntime
+
+async def main():
+    model, logs = sys.argv[1:]
+    worker = await LocalRuntime(logs).start(
+        "envgym.engines.vllm:VLLMEngine", {"model": model, "max_model_len": 512}, name="vllm"
+    )
+    print(worker.pid, flush=True)
+    while True:
+        await asyncio.gather(*(
+            worker.call("generate", Request(str(i), (5, 6, 7), SamplingParams(max_tokens=500))) for i in range(64)
+        ))
+
+asyncio.run(main())
+"""
+
+
+def session_of(pid: int) -> list[int]:
+    """Every live process of the session that `pid` leads: the worker and all it started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_sigkill_of_the_controller_leaves_no_engine(tiny_model, tmp_path):
+    command = [sys.executable, "-c", CONTROLLER, str(tiny_model), str(tmp_path)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as controller:
+        assert controller.stdout is not None
+        pid = int(controller.stdout.readline())
+        assert pid in session_of(pid)
+        controller.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while session_of(pid):
+        assert time.monotonic() < deadline, session_of(pid)
+        time.sleep(0.05)
