@@ -115,9 +115,8 @@ def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denom
 def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows, denominators):
     async def body(group):
         rows = make_rows(6)
-        good, bad = group._handles
         started = time.monotonic()
-        group._handles[1] = Renamed(bad)
+        group._handles[1] = Renamed(group._handles[1])
         with pytest.raises(WorkerError, match="no_such_method"):
             await group.learn(rows, denominators(rows), 1e-3)
         return time.monotonic() - started

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,37 +16,14 @@ from envgym.workers.group import WorkerGroup
 from envgym.workers.inline import InlineRuntime
 from envgym.workers.ray import RayRuntime
 
-
-class Worker:
-    def __init__(self, greeting="hello"):
-        if greeting == "rude":
-            raise ConfigError("be polite")
-        self.greeting = greeting
-        self.event = asyncio.Event()
-
-    def greet(self, name):
-        return f"{self.greeting} {name}", os.environ.get("MOOD")
-
-    async def wait(self):
-        await self.event.wait()
-        return "woken"
-
-    async def wake(self):
-        self.event.set()
-
-    def fail(self, kind):
-        if kind == "user":
-            raise ConfigError("no such key")
-        raise ZeroDivisionError("by zero\nand more")
-
-
-TARGET = f"{__name__}:Worker"
+TARGET = "polite_worker:Worker"
 
 
 def test_ray_actors_learn_and_behave_like_local_workers(
     tmp_path, make_rows, denominators, plain_gradient_descent, tied_model, learner, monkeypatch
 ):
     """One test, because starting Ray takes seconds: two ranks on ZeRO 2, then the handle's contract."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # where the actors find `polite_worker`
     rows = make_rows(7)
 
     async def one_step(runtime, **settings):
@@ -74,8 +52,7 @@ def test_ray_actors_learn_and_behave_like_local_workers(
 
 
 async def contract(runtime, tmp_path):
-    target = f"{TARGET}"
-    worker = await runtime.start(target, {"greeting": "hi"}, name="polite", environ={"MOOD": "good"})
+    worker = await runtime.start(TARGET, {"greeting": "hi"}, name="polite", environ={"MOOD": "good"})
     assert worker.name == "polite"
     assert await worker.call("greet", name="Ray") == ("hi Ray", "good")
 
@@ -89,9 +66,9 @@ async def contract(runtime, tmp_path):
         await worker.call("fail", "bug")
     assert "Traceback" in (tmp_path / "logs" / "polite.log").read_text()
     with pytest.raises(ConfigError, match="be polite"):
-        await runtime.start(target, {"greeting": "rude"}, name="rude")
+        await runtime.start(TARGET, {"greeting": "rude"}, name="rude")
 
-    asleep = asyncio.ensure_future((await runtime.start(target, {}, name="victim")).call("wait"))
+    asleep = asyncio.ensure_future((await runtime.start(TARGET, {}, name="victim")).call("wait"))
     victim = runtime._workers[-1]
     await victim.call("greet", "it")
     os.kill(victim.pid, signal.SIGKILL)
