@@ -62,7 +62,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 def evaluation_lines(result: Mapping[str, Any]) -> list[Line]:
     """What `envgym eval` prints."""
-    lines = [
+    return [
         ("env", result["env"]),
         ("model", result["model"]),
         ("score", f"{score(result)}   95% interval, {result['n_tasks']} tasks, {result['n_episodes']} episodes"),
@@ -70,7 +70,6 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[Line]:
         ("failed", _counts(result["failures"]) or "0"),
         ("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"),
     ]
-    return lines
 
 
 def aligned(lines: Sequence[Line]) -> str:
@@ -81,8 +80,8 @@ def aligned(lines: Sequence[Line]) -> str:
 def plot(folder: Path) -> Path | None:
     """Draw `curve.png` of one stage's folder from its `metrics.jsonl`; None where no step was taken.
 
-    The reward of each step (and averaged over neighbours), the held-out score with its 95% interval wherever it was measured, and
-    the score before the first step as a dashed line. A supervised stage has its loss drawn instead.
+    The reward of each step (and averaged over neighbours), the held-out score with its 95% interval wherever it was
+    measured, and the score before the first step as a dashed line. A supervised stage has its loss drawn instead.
     """
     records = RunFolder(folder).read_metrics()
     key = "reward/mean" if any("reward/mean" in record for record in records) else "loss"

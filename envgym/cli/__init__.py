@@ -6,6 +6,7 @@ Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error 
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. Whatever goes wrong is one line on standard error."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     invocation = Invocation(debug="debug=true" in arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode gets a question mark, not an error
     try:
         status = _dispatch(arguments, invocation)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter ends

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +79,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def _write_traceback(error: Exception, folder: Path | None) -> Path:
+    import tempfile
+
     text = "".join(traceback.format_exception(error))
     if folder is not None and folder.is_dir():
         path = folder / "error.log"

@@ -1,0 +1,305 @@
+"""The program as a user meets it: run as a process, judged by its exit status and what it prints."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+HEAVY = {
+    "aiohttp", "datasets", "deepspeed", "matplotlib", "numpy", "pyarrow", "pydantic", "ray", "rich", "tokenizers",
+    "torch", "transformers", "vllm",
+}  # fmt: skip
+
+BROKEN_ENV = """
+import envgym
+
+class Broken(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        raise ZeroDivisionError("a mistake of the author")
+
+    async def step(self, action):
+        return "", 0.0, True, False, {}
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run the program in an empty folder; output is a pipe, as in a script."""
+
+    def run_envgym(*words, **environment):
+        return subprocess.run(
+            [ENVGYM, *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run_envgym
+
+
+def error_of(result) -> str:
+    """The one line that a mistake is answered with, once everything that must hold for all of them does."""
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("envgym: error: ")
+    return line
+
+
+# -- help and start-up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_every_command_and_exits_0(run, arguments):
+    result = run(*arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    for command in ("train", "eval", "envs", "serve", "config", "model", "runs"):
+        assert re.search(rf"^  {command} +\w", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "envs", "serve", "config", "model", "runs"])
+def test_help_of_a_command_holds_an_example_of_it(run, command):
+    result = run(command, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"example:\n  envgym {command}" in result.stdout
+
+
+def test_version(run):
+    from importlib.metadata import version
+
+    assert run("--version").stdout == f"envgym {version('envgym')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["no-such-command"]])
+def test_help_imports_nothing_heavy(arguments):
+    program = f"""
+import contextlib, io, sys
+import envgym
+from envgym.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main({arguments!r})
+print(*sorted({HEAVY!r} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "\n"
+
+
+def test_commands_that_only_look_load_no_training_library(tmp_path):
+    program = f"""
+import contextlib, io, sys
+from envgym.cli import main
+with contextlib.redirect_stdout(io.StringIO()):
+    for arguments in (["envs", "list"], ["config", "--env", "math_verify"], ["config", "recipes"], ["runs"]):
+        assert main(arguments) == 0
+print(*sorted({HEAVY - {"pydantic", "aiohttp"}!r} & set(sys.modules)))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "\n"
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "command": (["trian"], "'trian'. Did you mean 'train'?"),
+    "option of the program": (["--versoin"], "'--versoin'. Did you mean '--version'?"),
+    "option": (["train", "--evn", "math_verify"], "no option '--evn'. Did you mean '--env'?"),
+    "option cut short": (["train", "--rec", "grpo"], "no option '--rec'. Did you mean '--recipe'?"),
+    "key as option": (["train", "--env", "math_verify", "--steps", "3"], "written steps=…"),
+    "nested key as option": (["train", "--learner.lr=1"], "written learner.lr=…"),
+    "option without value": (["train", "--env"], "--env: expected one argument"),
+    "stray word": (["train", "math_verify"], "'math_verify' is neither an option nor a key=value setting"),
+    "no environment": (["train"], "which environment? Give one with --env"),
+    "environment": (["train", "--env", "math_verfy"], "no environment 'math_verfy'. Did you mean 'math_verify'?"),
+    "environment's file": (["train", "--env", "nowhere.py"], "nowhere.py"),
+    "environment's key": (["train", "--env", "math_verify", "env.digts=3"], "'digts'. Did you mean 'digits'?"),
+    "learner": (["train", "--env", "math_verify", "--learner", "grop"], "no learner 'grop'. Did you mean 'grpo'?"),
+    "learner's key": (["train", "--env", "math_verify", "learner.lrr=1"], "'lrr'. Did you mean 'lr'?"),
+    "recipe": (["train", "--env", "math_verify", "--recipe", "grop"], "no recipe 'grop'. Did you mean 'grpo'?"),
+    "key": (["train", "--env", "math_verify", "stepz=3"], "'stepz'. Did you mean 'steps'?"),
+    "key of the run": (["train", "--env", "math_verify", "sed=3"], "'sed'. Did you mean 'seed'?"),
+    "nested key": (["train", "--env", "math_verify", "rollout.taks=3"], "taks'. Did you mean 'tasks'?"),
+    "type": (["train", "--env", "math_verify", "steps=many"], "got 'many'"),
+    "negative steps": (["train", "--env", "math_verify", "steps=-3"], "got -3"),
+    "runtime": (["train", "--env", "math_verify", "--runtime", "slurm"], "got 'slurm'"),
+    "name of the run": (["train", "--env", "math_verify", "--name", "a/b"], "got 'a/b'"),
+    "config file": (["train", "--config", "none.yaml"], "none.yaml does not exist"),
+    "data file": (["train", "--env", "math_verify", "data.path=none.jsonl"], "none.jsonl"),
+    "run to resume": (["train", "--resume", "nothing"], "'nothing'"),
+    "settings of a resumed run": (["train", "--resume", "nothing", "--env", "x", "seed=1"], "leave out --env, seed=…"),
+    "evaluation without model": (["eval", "--env", "math_verify"], "needs --model"),
+    "evaluation without environment": (["eval", "--model", "starter"], "which environment?"),
+    "envs action": (["envs", "lst"], "'lst'. Did you mean 'list'?"),
+    "envs alone": (["envs"], "followed by list or show"),
+    "shown environment": (["envs", "show", "math_verfy"], "Did you mean 'math_verify'?"),
+    "shown environment's key": (["envs", "show", "math_verify", "digits=3"], "written env.KEY=VALUE"),
+    "no shown environment": (["envs", "show"], "E"),
+    "served environment": (["serve", "math_verfy"], "Did you mean 'math_verify'?"),
+    "port": (["serve", "math_verify", "--port", "http"], "--port: invalid int value: 'http'"),
+    "address": (["serve", "math_verify", "--host", "0.0.0.0"], "127.0.0.1"),
+    "model": (["model", "startr"], "Did you mean 'starter'?"),
+    "model that is not made": (["model", "grpo"], "'grpo'"),
+    "model with settings": (["model", "starter", "seed=1"], "leave out seed=1"),
+    "runs": (["runs", "dir=x"], "runs_dir=FOLDER"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_exit_2(run, arguments, said):
+    assert said in error_of(run(*arguments))
+
+
+def test_bad_yaml_names_file_and_line(run, tmp_path):
+    (tmp_path / "run.yaml").write_text("steps: 3\nenv: [math\n")
+    assert re.search(r"run\.yaml:\d+: not valid YAML", error_of(run("train", "--config", "run.yaml")))
+
+
+def test_a_server_that_is_not_there(run):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert url in error_of(run("envs", "show", url))
+
+
+def test_a_taken_port_says_so(run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in error_of(run("serve", "math_verify", "--port", port))
+
+
+def test_a_run_folder_that_exists(run, tmp_path):
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    line = error_of(run("train", "--env", "math_verify", "--name", "first"))
+    assert "--name" in line
+    assert "--resume" in line
+    assert list((tmp_path / "runs" / "first").iterdir()) == []  # untouched
+
+
+def test_debug_shows_the_traceback_of_a_mistake(run):
+    result = run("train", "--env", "math_verfy", "debug=true")
+    assert result.returncode == 2
+    assert result.stderr.startswith("Traceback")
+    assert "Did you mean 'math_verify'?" in result.stderr.splitlines()[-1]
+
+
+def test_an_unexpected_error_is_one_line_that_names_the_file_with_the_traceback(run, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN_ENV)
+    result = run("envs", "show", "broken.py", TMPDIR=str(tmp_path))
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "unexpected ZeroDivisionError: a mistake of the author" in line
+    traceback = Path(re.search(r"traceback is in (\S+)\)", line).group(1))
+    assert "in reset" in traceback.read_text()
+    assert traceback.parent == tmp_path
+
+
+# -- what the commands do ---------------------------------------------------------------------------------
+
+
+def test_config_gives_back_the_run_it_was_given(run, tmp_path):
+    words = ["--env", "math_verify", "env.digits=3", "steps=7", "learner.lr=1e-5"]
+    first = run("config", words[0], words[1], "seed=4", *words[2:])  # words stand anywhere
+    assert first.returncode == 0, first.stderr
+    config = yaml.safe_load(first.stdout)
+    (stage,) = config["stages"]
+    assert config["seed"] == 4
+    assert stage["env"] == {"name": "math_verify", "digits": 3}
+    assert (stage["steps"], stage["learner"]["lr"]) == (7, 1e-5)
+    (tmp_path / "run.yaml").write_text(first.stdout)
+    assert run("config", "--config", "run.yaml").stdout == first.stdout
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.yaml"]  # nothing was started
+
+
+def test_a_word_wins_over_an_option(run):
+    shown = run("config", "--env", "math_verify", "--model", "one", "model=two").stdout
+    assert yaml.safe_load(shown)["stages"][0]["model"] == "two"
+
+
+def test_recipes_are_listed_with_what_they_are(run):
+    result = run("config", "recipes")
+    assert re.search(r"^grpo +\w", result.stdout, re.MULTILINE)
+
+
+def test_envs_list_and_show(run):
+    assert re.search(r"^math_verify-v0 +\w", run("envs", "list").stdout, re.MULTILINE)
+    shown = run("envs", "show", "math_verify", "env.digits=1").stdout
+    assert "env.digits=1" in shown
+    assert "test tasks: 512" in shown or re.search(r"test tasks: \d+", shown)
+    assert re.search(r"user: .*\d \+ \d", shown)
+
+
+def test_runs_lists_newest_first_with_scores_and_unfinished_ones(run, tmp_path):
+    assert run("runs").stdout == "no runs in runs\n"
+    evaluation = {"score": 0.9, "ci95": [0.85, 0.95], "n_tasks": 10}
+    for index, name in enumerate(("older", "killed")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+        os.utime(folder / "config.yaml", (index, index))
+    (tmp_path / "runs" / "older" / "summary.json").write_text(
+        json.dumps({"status": "completed", "steps": 60, "eval": {"before": evaluation, "after": evaluation}})
+    )
+    (tmp_path / "runs" / "killed" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    _, killed, older = run("runs").stdout.splitlines()
+    assert killed.split() == ["killed", "unfinished", "2"]
+    assert older.split("  ")[0] == "older"
+    assert older.count("0.900 [0.850, 0.950]") == 2
+
+
+def test_serve_serves_until_ctrl_c(tmp_path, run):
+    with subprocess.Popen(
+        [ENVGYM, "serve", "math_verify", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            line = server.stdout.readline()
+            url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
+            assert "user: " in run("envs", "show", url).stdout
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+
+
+# -- terminals, pipes and signals -------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_enough_is_no_mistake(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as nobody_reads:
+        result = subprocess.run(
+            [ENVGYM, "config", "--env", "math_verify"], cwd=tmp_path, stdout=nobody_reads, stderr=subprocess.PIPE
+        )
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_terminal_without_unicode_gets_the_help_all_the_same(run):
+    result = run("--help", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_ctrl_c_is_one_line_and_exit_130(tmp_path):
+    """Interrupted while it waits for a server that accepts and never answers."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(30)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        program = subprocess.Popen([ENVGYM, "envs", "show", url], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        connection, _ = silent.accept()  # it is waiting now
+        with connection:
+            program.send_signal(signal.SIGINT)
+            _, stderr = program.communicate(timeout=30)
+    assert (program.returncode, stderr) == (130, "envgym: interrupted\n")
