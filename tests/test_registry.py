@@ -228,7 +228,7 @@ NAMES = st.text(alphabet="abcdeOne", min_size=2, max_size=8)
 
 
 @given(ID_TEXT | st.tuples(ID_TEXT, ID_TEXT, st.integers(0, 99)).map(lambda p: f"{p[0]}/{p[1]}-v{p[2]}"))
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 def test_ids_are_parsed_as_gymnasium_parses_them(id):
     from gymnasium.envs import registration
     from gymnasium.error import Error
@@ -244,7 +244,7 @@ def test_ids_are_parsed_as_gymnasium_parses_them(id):
 
 
 @given(names=st.lists(NAMES, min_size=1, max_size=6, unique=True), asked=NAMES)
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_suggestions_are_gymnasiums(names, asked):
     from gymnasium.envs import registration
     from gymnasium.error import NameNotFound as GymnasiumNameNotFound
@@ -256,6 +256,8 @@ def test_suggestions_are_gymnasiums(names, asked):
         for name in names:
             registry.register(f"lab/{name}-v0", One)
             registration.register(f"lab/{name}-v0", One)
+        registry.register(f"labs/{asked}-v0", One)  # nearer as a whole, but of another namespace
+        registration.register(f"labs/{asked}-v0", One)
         if asked in names:
             return
         with pytest.raises(GymnasiumNameNotFound) as theirs:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envgym
@@ -60,6 +60,7 @@ PROMPTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
 @given(prompts=PROMPTS, fraction=st.floats(0.01, 0.99))
+@settings(deadline=None)
 def test_no_prompt_is_on_both_sides_and_no_row_is_lost(tmp_path_factory, prompts, fraction):
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": prompt, "answer": 1}) for prompt in prompts))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envgym
@@ -74,6 +74,7 @@ def test_the_last_box_is_the_answer(text, content):
 
 
 @given(st.text(alphabet="\\{}boxed1", max_size=40))
+@settings(deadline=None)
 def test_what_is_boxed_has_balanced_braces(text):
     content = boxed(text)
     if content is not None:
@@ -96,6 +97,7 @@ def test_reference_answers(answer, final):
 
 
 @given(st.integers(-(10**20), 10**20), st.integers(-(10**20), 10**20))
+@settings(deadline=None)
 def test_whole_numbers_are_judged_at_once(a, b):
     assert judge_at_once(str(a), str(b)) is (a == b)
     assert judge_at_once(f"{a:,}", f"{a}.000") is True
@@ -365,8 +367,8 @@ asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) >= 2
         parent.kill()
+    assert len(pids) >= 2
     deadline = time.monotonic() + 10
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a grading process outlived its parent by 10 s"
