@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -110,11 +110,10 @@ class CheckpointConfig(Section):
 class SyncConfig(Section):
     """New weights to the engine after every step, and the check that they arrived."""
 
-    tolerance: float = Field(1e-3, gt=0)
-    """Largest difference in log-probability, in nats, between sampler and trainer that float32 runs accept on
-    the probe after a sync. Beyond it the run stops: it would learn from another policy's samples."""
-    tolerance_16bit: float = Field(0.5, gt=0)
-    """The same for 16-bit weights, whose kernels differ by more."""
+    tolerance: float | None = Field(None, gt=0)
+    """Largest difference in log-probability, in nats, that sampler and trainer may have on the probe after a
+    sync, and on average over a step's rows. Beyond it the run stops: it would learn from another policy's
+    samples. By default 1e-3 for float32 weights and 0.5 for 16-bit ones, whose kernels differ by more."""
 
 
 class StageConfig(Section):
@@ -191,7 +190,10 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def validated[Model: BaseModel](model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
     """Build a settings model, turning pydantic's complaint into one line."""
     try:
         return model(**values)

@@ -100,9 +100,9 @@ class PolicyGradient(Learner):
             kl = kl_estimate(outputs, reference, self.config.kl_estimator)
             losses = losses + self.config.kl_coef * kl
             metrics["policy/kl"] = (float(torch.where(counts, kl.detach(), zeros).sum()), n_tokens)
-        loss = torch.where(counts, batch.weights * losses, zeros).sum() / denominators[batch.objective]
-        metrics["loss"] = (float(loss.detach()), 1.0)
-        return loss, metrics
+        total = torch.where(counts, batch.weights * losses, zeros).sum()
+        metrics["loss"] = (float(total.detach()), float(batch.weights.sum()))
+        return total / denominators[batch.objective], metrics
 
 
 def clipped_policy_loss(

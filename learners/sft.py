@@ -30,8 +30,7 @@ class SFT(Learner):
 
         counts = batch.weights > 0
         nll = torch.where(counts, -batch.weights * outputs, torch.zeros_like(outputs)).sum()
-        loss = nll / denominators[batch.objective]
-        return loss, {"loss": (float(loss.detach()), 1.0)}
+        return nll / denominators[batch.objective], {"loss": (float(nll.detach()), float(batch.weights.sum()))}
 
     def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`: cross-entropy a token, in nats."""

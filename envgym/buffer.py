@@ -1,0 +1,88 @@
+"""The buffer: finished groups on their way from the rollout to the learner."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .env import TaskSet
+from .errors import RunError
+from .sampler import derived_seed
+from .types import Group, Task
+
+
+class TaskCursor:
+    """Which tasks come next. A finite set is gone through in a new order each epoch, none twice within it."""
+
+    def __init__(self, tasks: TaskSet, seed: int) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._position = 0
+        self._order: list[int] = []
+        self._epoch = -1
+        if tasks.size == 0:
+            raise RunError("the environment has no training tasks")
+
+    async def next(self, count: int) -> list[Task]:
+        """The next `count` tasks."""
+        return [await self._tasks.get(self._index()) for _ in range(count)]
+
+    def _index(self) -> int:
+        position, self._position = self._position, self._position + 1
+        size = self._tasks.size
+        if size is None:
+            return position
+        epoch, place = divmod(position, size)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = list(range(size))
+            random.Random(derived_seed(self._seed, "task order", epoch)).shuffle(self._order)
+        return self._order[place]
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+
+
+class Buffer:
+    """Accepts groups, hands them out in order, and never loses one it has accepted.
+
+    Failed members are taken out of their group; a group left with fewer than `min_group_size` members that
+    have a reward is dropped and counted, and the trainer rolls another task out in its place.
+    """
+
+    def __init__(self, min_group_size: int, *, needs_reward: bool) -> None:
+        self._min_group_size = min_group_size
+        self._needs_reward = needs_reward
+        self._groups: list[Group] = []
+        self.failures: Counter[str] = Counter()
+        self.dropped_groups = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.failures.update(e.outcome.reason for e in group.episodes if e.failed)
+            members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self._needs_reward)]
+            if len(members) >= self._min_group_size:
+                self._groups.append(Group(group.id, group.task, members))
+            else:
+                self.dropped_groups += 1
+
+    def take(self, count: int) -> list[Group]:
+        """Remove and return the `count` oldest groups."""
+        taken, self._groups = self._groups[:count], self._groups[count:]
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        return {"groups": list(self._groups), "failures": dict(self.failures), "dropped_groups": self.dropped_groups}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._groups = state["groups"]
+        self.failures = Counter(state["failures"])
+        self.dropped_groups = state["dropped_groups"]

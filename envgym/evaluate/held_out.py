@@ -1,0 +1,55 @@
+"""Evaluation on held-out tasks: the same tasks every time, by the same runner that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..config import EvalConfig
+from ..engines.base import SamplingParams
+from ..env import EnvSpec
+from ..errors import RunError
+from ..learner import Learner
+from ..rollout import Play
+from ..types import Group, Task
+from ..workers.group import WorkerGroup
+from .result import EvalResult
+
+Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
+
+
+class HeldOut:
+    """The first `config.tasks` tasks of the environment's test split, and ways to evaluate a policy on them."""
+
+    def __init__(self, play: Player, spec: EnvSpec, sampling: SamplingParams, config: EvalConfig) -> None:
+        self._play = play
+        self._spec = spec
+        self._sampling = sampling
+        self._config = config
+        self._tasks: list[Task] = []
+
+    async def tasks(self) -> list[Task]:
+        if not self._tasks:
+            test = self._spec.tasks("test")
+            count = self._config.tasks if test.size is None else min(self._config.tasks, test.size)
+            if not count:
+                raise RunError(f"environment {self._spec.id} has no held-out tasks: set eval.every=0 to train without")
+            self._tasks = [await test.get(index) for index in range(count)]
+        return self._tasks
+
+    async def sampled(self) -> dict[str, Any]:
+        """At the training temperature, `config.samples` episodes a task."""
+        groups = await self._play(await self.tasks(), Play("eval", self._sampling, self._config.samples))
+        return EvalResult.of(groups).as_dict()
+
+    async def greedily(self) -> dict[str, Any]:
+        """The likeliest token at every place, one episode a task."""
+        sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return EvalResult.of(await self._play(await self.tasks(), Play("eval-greedy", sampling, 1)), greedy=True).as_dict()
+
+    async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
+        """What the learner says of held-out recorded episodes, from the actor's scores of them."""
+        groups = await self._play(await self.tasks(), Play("eval", self._sampling, 1))
+        rows = learner.prepare(groups)
+        return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}

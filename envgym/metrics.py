@@ -1,0 +1,51 @@
+"""What a step's episodes say about the run: the numbers of `metrics.jsonl` that need no model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from .errors import RunError
+from .types import Episode, Group, Status
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Rewards, scores, lengths and failures of the groups a step played. Failed episodes are counted, no more."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    finished = [episode for episode in episodes if not episode.failed]
+    rewards = [episode.reward for episode in finished if episode.reward is not None]
+    scores = [episode.score for episode in finished if episode.score is not None]
+    lengths = [sum(row.n_action_tokens for row in episode.rows) for episode in finished]
+    record: dict[str, Any] = {"episodes": len(episodes)}
+    if rewards:
+        record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        record["reward/zero_variance_share"] = fmean(_is_flat(group) for group in groups)
+    if scores:
+        record["score/mean"] = fmean(scores)
+    if lengths and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
+        record |= {"tokens/sampled": sum(lengths), "length/mean": fmean(lengths), "length/max": max(lengths)}
+        record["length/truncated_share"] = fmean(e.outcome.status is Status.TRUNCATED for e in finished)
+    for name in sorted({name for episode in finished for name in episode.metrics}):
+        record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
+    for kind, count in sorted(Counter(e.outcome.reason for e in episodes if e.failed).items()):
+        record[f"failures/{kind}"] = count
+    return record
+
+
+def _is_flat(group: Group) -> bool:
+    return len({episode.reward for episode in group.episodes if not episode.failed}) < 2
+
+
+def check_failures(groups: Sequence[Group], max_share: float) -> None:
+    """Raise `RunError`, with the commonest reason, where too many of the episodes failed to go on."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    failed = [episode for episode in episodes if episode.failed]
+    if failed and len(failed) > max_share * len(episodes):
+        raise RunError(f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}")
+
+
+def _commonest(failed: Sequence[Episode]) -> str:
+    (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
+    return f"{kind}: {message}"

@@ -1,0 +1,97 @@
+"""What `--model` may be: a Hugging Face folder or hub id, a run, or a recipe that makes a model from nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from .config import RunConfig, resolve, validated
+from .env import EnvSpec
+from .errors import ConfigError
+from .fresh_model import FreshModelConfig, make_fresh_model
+from .placement import started
+from .recipes import load_recipe, makes_model
+from .run_folder import RunFolder
+from .sampler import derived_seed
+from .trainer import Trainer
+from .types import Message, as_messages
+
+if TYPE_CHECKING:
+    from .display import Display
+
+CORPUS_TASKS = 2000
+"""Training tasks whose text a new tokenizer learns its merges from."""
+
+
+async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
+    """The folder or hub id that `name` stands for; a model that a recipe makes is made now if it never was."""
+    if makes_model(name):
+        return str(await make_model(name, display, runtime=config.runtime))
+    path = Path(name)
+    if path.is_dir():
+        return str(path / "model" if not (path / "config.json").exists() and (path / "model").is_dir() else path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model folder {name} does not exist")
+    return name
+
+
+def cache_folder() -> Path:
+    """Where models made here are kept: $ENVGYM_CACHE, by default ~/.cache/envgym."""
+    return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / "models"
+
+
+async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
+    """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
+    stage. The recipe's text is part of the cache's key, so a changed recipe makes a new model."""
+    recipe = load_recipe(name)
+    key = hashlib.sha256(yaml.safe_dump(recipe).encode()).hexdigest()[:12]
+    final = cache_folder() / f"{name}-{key}"
+    if (final / "config.json").exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=final.parent))
+    try:
+        fresh = work / "fresh"
+        config = resolve({"model": str(fresh), "runtime": runtime, "name": name, "runs_dir": str(work)}, recipe=name)
+        stage = config.stages[0]
+        display.phase(f"making {name}: a tokenizer and random weights")
+        async with stage.make_spec() as spec:
+            corpus = await text_of(spec, CORPUS_TASKS)
+        size = validated(FreshModelConfig, recipe["new_model"], f"recipe {name}: new_model")
+        make_fresh_model(fresh, size, corpus, config.seed)
+        folder = RunFolder(work / name)
+        folder.create()
+        async with started(config, stage, str(fresh), folder, display) as parts:
+            display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
+            await Trainer(config, stage, parts, folder, display).run()
+            await parts.workers["actor"].save(str(folder.model))
+            parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+        shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
+        if not final.exists():
+            os.replace(folder.model, final)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+async def text_of(spec: EnvSpec, n_tasks: int) -> list[str]:
+    """What is said in an environment: the observations and demonstrations of its first training tasks, and the
+    words every chat template uses."""
+    texts = []
+    tasks = spec.tasks("train")
+    env = spec.make()
+    for index in range(n_tasks if tasks.size is None else min(n_tasks, tasks.size)):
+        task = await tasks.get(index)
+        observation, _ = await env.reset(seed=index, options={"task": task})
+        said = observation.messages or as_messages(observation.text or "")
+        answer = spec.demonstrations(task, derived_seed(0, index))[0]
+        for message in (*said, Message.of("assistant", answer), Message.of("system", "")):
+            texts.append(f"{message.role}\n{message.text}")
+    await env.close()
+    return texts

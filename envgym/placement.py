@@ -1,0 +1,121 @@
+"""Starting what a stage needs: the environment, the engine and a group of workers for every role."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from .config import RunConfig, StageConfig
+from .engines import choose_engine
+from .engines.base import SamplingParams
+from .engines.client import EngineClient
+from .render import load_tokenizer, make_renderer
+from .rollout import Runner
+from .run_folder import RunFolder
+from .sync import WeightSync
+from .trainer import Parts
+from .workers.group import WorkerGroup
+from .workers.runtime import Runtime
+
+if TYPE_CHECKING:
+    from .display import Display
+
+
+def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
+    """Where the run's workers live: processes of this machine, Ray, or the controller itself with `debug`."""
+    if config.debug:
+        from .workers.inline import InlineRuntime
+
+        return InlineRuntime()
+    if config.runtime == "ray":
+        from .workers.ray import RayRuntime
+
+        return RayRuntime()
+    from .workers.local import LocalRuntime
+
+    return LocalRuntime(folder.logs)
+
+
+@asynccontextmanager
+async def started(
+    config: RunConfig, stage: StageConfig, model: str, folder: RunFolder, display: Display
+) -> AsyncIterator[Parts]:
+    """The parts of a stage, running; they are closed again on every way out. `model` is a folder or hub id."""
+    learner_class, learner_config = stage.learner_config()
+    learner = learner_class(learner_config)
+    agent_class, agent_config = stage.agent_config()
+    renderer = make_renderer(stage.render, load_tokenizer(model))
+    agent = agent_class(renderer, agent_config)
+    async with AsyncExitStack() as stack:
+        display.phase(f"setting up {stage.env.name}")
+        spec = await stack.enter_async_context(stage.make_spec())
+        runtime = make_runtime(config, folder)
+        stack.push_async_callback(runtime.close)
+        engine, context = None, None
+        if agent.samples:
+            engine, context = await start_engine(config, stage, model, runtime, display)
+        workers = {}
+        for role, role_spec in learner.roles.items():
+            display.phase(f"loading the {role}")
+            workers[role] = await WorkerGroup.start(
+                runtime,
+                role=role,
+                model=model,
+                learner=stage.learner.name,
+                learner_config=learner_config.model_dump(),
+                settings=stage.workers,
+                trained=role_spec.trained,
+                head=role_spec.head,
+                seed=config.seed,
+                deterministic=config.deterministic,
+            )
+        sync = None
+        if engine is not None:
+            is_float32 = workers["actor"].info["dtype"] == "float32"
+            tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
+            sync = WeightSync(engine, workers["actor"], renderer, tolerance)
+        runner = Runner(
+            spec,
+            agent,
+            engine,
+            stage.rollout,
+            max_model_len=context or 0,
+            seed=config.seed,
+            deterministic=config.deterministic,
+        )
+        yield Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync)
+
+
+async def start_engine(
+    config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display
+) -> tuple[EngineClient, int]:
+    """The stage's engine, ready to sample, and its context length in tokens."""
+    target, note = choose_engine(stage.engine.kind)
+    if note:
+        display.note(note)
+    display.phase("starting the engine")
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": stage.engine.dtype,
+        "max_model_len": stage.engine.max_model_len,
+        "seed": config.seed,
+        "deterministic": config.deterministic,
+        "engine_args": stage.engine.args,
+    }
+    # Sampling and learning alternate, so each may use every core.
+    environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
+    engine = await EngineClient.start(runtime, target, arguments, environ)
+    return engine, (await engine.info()).max_model_len
+
+
+def sampling_of(stage: StageConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The stage's sampling parameters for one turn."""
+    return SamplingParams(
+        max_tokens=stage.rollout.max_tokens,
+        temperature=stage.rollout.temperature,
+        top_p=stage.rollout.top_p,
+        top_k=stage.rollout.top_k,
+        stop_token_ids=stop_token_ids,
+    )

@@ -1,0 +1,164 @@
+"""Rolling out: environments times agents times an engine gives episodes, with deadlines and limits.
+
+Whatever goes wrong inside an episode ends that episode, as a failure of a named kind; it never ends the run and
+never counts as a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .agent import Agent
+from .config import RolloutConfig
+from .engines.base import Engine, SamplingParams
+from .env import CheckedEnv, EnvSpec
+from .errors import InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
+from .sampler import EpisodeSampler, Waves, derived_seed
+from .types import Episode, Group, Outcome, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One way of playing: what to sample with, and a name that keeps its episodes' seeds apart."""
+
+    purpose: str
+    sampling: SamplingParams
+    group_size: int
+
+
+class Runner:
+    """Plays tasks. One runner serves training and evaluation alike."""
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        agent: Agent,
+        engine: Engine | None,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        seed: int,
+        deterministic: bool,
+    ) -> None:
+        self.spec = spec
+        self.agent = agent
+        self.engine = engine
+        self.config = config
+        self.max_model_len = max_model_len
+        self.seed = seed
+        self.deterministic = deterministic
+
+    async def play(self, tasks: Sequence[Task], play: Play, on_episode: Callable[[], None] | None = None) -> list[Group]:
+        """Play every task `group_size` times and return the groups in the order of `tasks`.
+
+        All members of a group get the same environment seed, and so the same problem. Failed episodes are in
+        the groups, with their outcome.
+        """
+        slots = asyncio.Semaphore(self.config.concurrency)
+        waves = None
+        if self.deterministic and self.engine is not None:
+            waves = Waves(self.engine, len(tasks) * play.group_size, self.config.concurrency)
+
+        async def one(task: Task, member: int) -> Episode:
+            async with slots:
+                try:
+                    episode = await self._with_retries(task, member, play, waves)
+                finally:
+                    if waves is not None:
+                        waves.leave()
+                if on_episode is not None:
+                    on_episode()
+                return episode
+
+        jobs = [asyncio.ensure_future(one(task, member)) for task in tasks for member in range(play.group_size)]
+        try:
+            episodes = await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+        size = play.group_size
+        groups = []
+        for index, task in enumerate(tasks):
+            group = Group(f"{play.purpose}/{index:05d}", task, episodes[index * size : (index + 1) * size])
+            for episode in group.episodes:
+                episode.group = group.id
+            await self._judge(group)
+            groups.append(group)
+        return groups
+
+    async def _with_retries(self, task: Task, member: int, play: Play, waves: Waves | None) -> Episode:
+        for attempt in range(self.config.retries + 1):
+            episode = await self._play_once(task, member, attempt, play, waves)
+            if not (episode.failed and episode.outcome.retryable):
+                break
+        return episode
+
+    async def _play_once(self, task: Task, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
+        env_seed = derived_seed(self.seed, task.id)
+        episode_id = f"{play.purpose}:{task.id}:{member:03d}:{attempt}"
+        sampler = None
+        if self.engine is not None:
+            sampler = EpisodeSampler(
+                waves or self.engine,
+                episode_id,
+                play.sampling,
+                self.max_model_len,
+                derived_seed(self.seed, play.purpose, task.id, member, attempt) if self.deterministic else None,
+            )
+        start = time.monotonic()
+        env = self.spec.make()
+        try:
+            async with asyncio.timeout(self.config.episode_timeout):
+                # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
+                seed = env_seed if self.agent.samples else derived_seed(env_seed, play.purpose, member)
+                episode = await self.agent.run(env, task, sampler, seed=seed)
+        except (WorkerDied, asyncio.CancelledError):
+            raise  # the engine is gone, or the run is ending: no episode can go on
+        except Exception as error:  # an environment may raise anything at all
+            episode = Episode(id="", task=task, outcome=self._failure(error))
+        finally:
+            await self._close(env)
+        episode.id, episode.env, episode.member, episode.attempt = episode_id, self.spec.id, member, attempt
+        episode.seed, episode.seconds = env_seed, time.monotonic() - start
+        return episode
+
+    def _failure(self, error: Exception) -> Outcome:
+        message = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            limit = self.config.episode_timeout
+            return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
+        if isinstance(error, PromptTooLong):
+            return Outcome.failed("prompt_too_long", message)
+        if isinstance(error, WorkerError):
+            return Outcome.failed("engine", message)
+        if isinstance(error, InvalidStep | ResetNeeded):
+            return Outcome.failed("invalid_environment", message)
+        return Outcome.failed(
+            "environment", f"{type(error).__name__}: {message}", retryable=bool(getattr(error, "retryable", False))
+        )
+
+    async def _close(self, env: CheckedEnv) -> None:
+        try:
+            async with asyncio.timeout(self.config.episode_timeout):
+                await env.close()
+        except Exception:  # noqa: S110 - the episode is over and its outcome known; a failing close changes nothing
+            pass
+
+    async def _judge(self, group: Group) -> None:
+        """Let the environment score the finished members of a group against each other, where it does."""
+        finished = [episode for episode in group.episodes if not episode.failed]
+        if not finished:
+            return
+        try:
+            async with asyncio.timeout(self.config.episode_timeout):
+                rewards = await self.spec.score_group(group.task, finished)
+        except Exception as error:
+            for episode in finished:
+                episode.outcome, episode.reward, episode.score = self._failure(error), None, None
+            return
+        for episode, reward in zip(finished, rewards or (), strict=False):
+            episode.reward = float(reward)
+            episode.score = episode.score if episode.score is not None else (reward if 0 <= reward <= 1 else None)

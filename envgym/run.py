@@ -1,0 +1,175 @@
+"""A run from its configuration to its summary: stages one after the other, each in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import RunConfig, StageConfig, resolve
+from .errors import EnvgymError, RunError
+from .models import fetch_model
+from .placement import started
+from .run_folder import RunFolder, write_atomically
+from .trainer import Stopped, Trainer
+
+if TYPE_CHECKING:
+    from .display import Display
+
+
+def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[str, Any]:
+    """Run all stages and return the summary of the last (the content of its `summary.json`).
+
+    With `resume`, the run of that name goes on from its last checkpoint. Raises `EnvgymError` where it cannot go
+    on, and `KeyboardInterrupt` once Ctrl-C has stopped it and a checkpoint is kept.
+    """
+    folder = claim_folder(config, resume=resume)
+    stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
+    summary: dict[str, Any] = {}
+    model: str | None = None
+    for stage_folder, stage in stages:
+        summary = stage_folder.read_summary() or {}
+        if summary.get("status") != "completed":
+            try:
+                summary = asyncio.run(_run_stage(config, stage, stage_folder, model, display))
+            except asyncio.CancelledError:
+                raise KeyboardInterrupt(f"run {config.name} was stopped before its first step") from None
+        model = str(stage_folder.model)
+    if len(stages) > 1:
+        folders = [stage_folder.path.name for stage_folder, _ in stages]
+        RunFolder(folder).write_summary({**summary, "stages": folders})
+    display.finish({**summary, "run": str(folder)})
+    return summary
+
+
+def claim_folder(config: RunConfig, *, resume: bool) -> Path:
+    """The run's folder: made and given its config, or, to resume, found. Raises `RunError` otherwise."""
+    if config.name is None:
+        stage = config.stages[-1]
+        names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
+        config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S")])
+    folder = Path(config.runs_dir) / config.name
+    if resume:
+        if not (folder / "config.yaml").is_file():
+            raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
+        return folder
+    if folder.exists():
+        raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
+    write_atomically(folder / "config.yaml", config.to_yaml())
+    return folder
+
+
+def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
+    """A run of one stage is its folder; of several, each stage has a numbered sub-folder."""
+    if len(config.stages) == 1:
+        return [RunFolder(folder)]
+    return [RunFolder(folder / f"{index}-{stage.learner.name}") for index, stage in enumerate(config.stages, 1)]
+
+
+def resume_config(name_or_path: str, runs_dir: str) -> RunConfig:
+    """The saved configuration of a run, given by its name or its folder."""
+    path = Path(name_or_path)
+    folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / name_or_path
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"there is no run {name_or_path!r} in {runs_dir}/ (see: envgym runs)")
+    config = resolve(file=folder / "config.yaml")
+    config.runs_dir, config.name = str(folder.parent), folder.name
+    return config
+
+
+async def _run_stage(
+    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+) -> dict[str, Any]:
+    """One run of the one loop; `model` is what the stage before it left, if there was one."""
+    folder.create()
+    began = time.monotonic()
+    trainer: Trainer | None = None
+    interrupts = _Interrupts(display)
+    status = "failed"
+    try:
+        with interrupts:
+            model = model or await fetch_model(stage.model, config, display)
+            async with started(config, stage, model, folder, display) as parts:
+                trainer = Trainer(config, stage, parts, folder, display)
+                checkpoint = folder.last_checkpoint()
+                folder.rewind(-1 if checkpoint is None else RunFolder.read_state(checkpoint)["progress"]["step"])
+                if checkpoint is not None:
+                    await trainer.load(checkpoint)
+                interrupts.listen(trainer.stop.set)
+                await trainer.run()
+                display.phase("saving the policy")
+                await parts.workers["actor"].save(str(folder.model))
+                parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+        status = "completed"
+    except Stopped:
+        status = "stopped"
+        kept = folder.last_checkpoint()
+        raise KeyboardInterrupt(f"checkpoint {kept} is kept; go on with: envgym train --resume {config.name}") from None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        status = "stopped"
+        raise
+    finally:
+        summary = _summary(config, trainer, status, time.monotonic() - began)
+        folder.write_summary(summary)
+    return summary
+
+
+def _summary(config: RunConfig, trainer: Trainer | None, status: str, seconds: float) -> dict[str, Any]:
+    progress = trainer.progress if trainer else None
+    spent = progress.seconds if progress else {}
+    return {
+        "status": status,
+        "seed": config.seed,
+        "steps": progress.step if progress else 0,
+        "eval": progress.evals if progress else {},
+        "seconds": {
+            "total": spent.get("total", 0.0) + seconds,
+            **{phase: spent.get(phase, 0.0) for phase in ("rollout", "learn", "sync", "eval")},
+        },
+        "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},
+        "mismatch": {"max_abs_logprob": progress.max_mismatch if progress else 0.0},
+        "failures": dict(trainer.buffer.failures) if trainer else {},
+        "dropped_groups": trainer.buffer.dropped_groups if trainer else 0,
+    }
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM: before the loop runs they end everything at once; then the first asks it to stop and the
+    second ends everything at once."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._ask: Callable[[], None] | None = None
+
+    def listen(self, ask: Callable[[], None]) -> None:
+        """From now on the first signal calls `ask`."""
+        self._ask = ask
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupted() -> None:
+            if self._ask is None:
+                task.cancel()
+            else:
+                self._ask, ask = None, self._ask
+                self._display.note("stopping after this step's work; once more to stop at once")
+                ask()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, interrupted)
+
+    def __exit__(self, *exc: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+__all__ = ["EnvgymError", "resume_config", "train"]

@@ -1,0 +1,113 @@
+"""A run is a folder. Everything in it is written so that a kill at any moment leaves it readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import RunError
+
+
+class RunFolder:
+    """The files of one stage of a run.
+
+    config.yaml       the resolved configuration
+    metrics.jsonl     one object a step
+    rollouts/         every episode, one compressed columnar file a step
+    checkpoints/      what the run resumes from
+    model/            the policy at the end, as a Hugging Face folder
+    logs/             the output of every child process
+    summary.json      the result, for scripts
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_file = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.logs = path / "logs"
+        self.summary_file = path / "summary.json"
+
+    def create(self) -> None:
+        for folder in (self.path, self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # -- metrics ------------------------------------------------------------------------------------------
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records written so far; a last line cut short by a kill is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
+        records = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
+        for path in self.rollouts.glob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
+    def rollout_file(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.parquet"
+
+    # -- summary ------------------------------------------------------------------------------------------
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        if not self.summary_file.exists():
+            return None
+        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def new_checkpoint(self) -> Path:
+        """An empty folder to write a checkpoint into; `keep_checkpoint` makes it count."""
+        path = self.checkpoints / "unfinished"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def keep_checkpoint(self, written: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones."""
+        (written / "controller.pickle").write_bytes(pickle.dumps(dict(state)))
+        final = self.checkpoints / f"step_{step:06d}"
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(written, final)
+        for old in sorted(self.checkpoints.glob("step_*"))[:-keep]:
+            shutil.rmtree(old)
+        return final
+
+    def last_checkpoint(self) -> Path | None:
+        found = sorted(self.checkpoints.glob("step_*"))
+        return found[-1] if found else None
+
+    @staticmethod
+    def read_state(checkpoint: Path) -> dict[str, Any]:
+        """The controller's state of a checkpoint that `keep_checkpoint` made."""
+        try:
+            state: dict[str, Any] = pickle.loads((checkpoint / "controller.pickle").read_bytes())
+        except (OSError, pickle.UnpicklingError, EOFError) as error:
+            raise RunError(f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before") from None
+        return state
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content so that a reader sees the old or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,57 @@
+"""New weights to the engine, and proof that they arrived."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from . import weights
+from .engines.base import Engine
+from .errors import RunError
+from .learner import LearnRow
+from .render import Renderer
+from .types import Observation, Row, Segment
+from .workers.group import WorkerGroup
+
+PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
+
+
+@dataclass(slots=True)
+class WeightSync:
+    """Carries the actor's weights to the engine. `tolerance` is the largest difference in log-probability, in nats,
+    at which the two still count as the same policy."""
+
+    engine: Engine
+    actor: WorkerGroup
+    renderer: Renderer
+    tolerance: float
+
+    async def __call__(self, version: int) -> float:
+        """Load the actor's weights into the engine as policy `version`; returns how far the two differ on a probe.
+
+        Raises `RunError` beyond the tolerance.
+        """
+        path = weights.where() / f"envgym-{os.getpid()}-{id(self):x}.safetensors"
+        try:
+            await self.actor.export(str(path))
+            await self.engine.load_weights(str(path), version)
+        finally:
+            path.unlink(missing_ok=True)
+        difference = await self._difference_on_probe()
+        self.check(f"the probe after sync {version}", difference)
+        return difference
+
+    async def _difference_on_probe(self) -> float:
+        token_ids = self.renderer.prompt(Observation(text=PROBE))
+        [scored] = await self.actor.forward([LearnRow.of(Row([Segment("prompt", token_ids)]))])
+        sampled = await self.engine.score(tuple(token_ids))
+        return max(abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True))
+
+    def check(self, where: str, difference: float) -> None:
+        """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""
+        if not difference <= self.tolerance:
+            raise RunError(
+                f"sampler and trainer disagree on {where}: log-probabilities differ by {difference:.2g}, more than "
+                f"sync.tolerance={self.tolerance:g}. The engine does not hold the actor's weights, or computes "
+                "differently (dtype, kernels)"
+            )
