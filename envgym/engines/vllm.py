@@ -234,7 +234,6 @@ def _build(
 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in engine_args:
@@ -260,8 +259,14 @@ def _build(
         settings["enable_chunked_prefill"] = False
     if cpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    settings |= engine_args
+    if cpu and settings["enforce_eager"]:
+        # vLLM still compiles one small function of its sampler: seconds of g++ for nothing that can be measured.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**settings | engine_args))
+        from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
+
+        return LLMEngine.from_engine_args(EngineArgs(**settings))
     except (ImportError, MissingDependency):
         raise
     except Exception as error:

@@ -126,7 +126,9 @@ async def serve(fd: int) -> int:
         for message in frame:
             if message is None:
                 await host.close()
-                return 0
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)  # the worker has closed what it holds; the exit handlers of its libraries take seconds
             host.run(*message)
     print("the controller is gone: ending", file=sys.stderr, flush=True)
     os._exit(1)  # not by way of exit handlers: whatever still runs here has nobody to answer to
