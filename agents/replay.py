@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..agent import Agent, Sampler
-from ..env import CheckedEnv
-from ..types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.agent import Agent, Sampler
+from envgym.env import CheckedEnv
+from envgym.types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 
 class Replay(Agent):
@@ -29,5 +29,3 @@ class Replay(Agent):
             rows=[row],
             messages=[*observation.messages, Message.of("assistant", answer)],
         )
-
-

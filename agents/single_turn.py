@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..agent import Agent, Sampler
-from ..env import CheckedEnv
-from ..types import Action, Episode, Message, Observation, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.agent import Agent, Sampler
+from envgym.env import CheckedEnv
+from envgym.types import Action, Episode, Message, Observation, Outcome, Row, Segment, StopReason, Task, Turn
 
 
 class SingleTurn(Agent):
@@ -35,9 +35,7 @@ class SingleTurn(Agent):
         return await finish_turn(env, task, observation, action, row)
 
 
-async def finish_turn(
-    env: CheckedEnv, task: Task, observation: Observation, action: Action, row: Row
-) -> Episode:
+async def finish_turn(env: CheckedEnv, task: Task, observation: Observation, action: Action, row: Row) -> Episode:
     """Hand the one action to the environment and write down what it said."""
     _, reward, terminated, _, info = await env.step(action)
     row.turns.append(Turn(reward, action.stop_reason))

@@ -7,6 +7,7 @@ given back with `--config`, makes the same run.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,9 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
 from .errors import ConfigError
-from .learner import LearnerConfig
+from .learner import Learner, LearnerConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
 from .workers.config import WorkersConfig
@@ -149,20 +151,18 @@ class StageConfig(Section):
             settings["data"] = self.data
         return spec(self.env.name, **settings)
 
-    def learner_config(self) -> tuple[type, LearnerConfig]:
+    def learner_config(self) -> tuple[type[Learner], LearnerConfig]:
         """The learner's class and its validated settings."""
         from .registry import load_component
 
-        learner_class = load_component("learner", self.learner.name)
-        return learner_class, validated(
-            learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}"
-        )
+        learner_class: type[Learner] = load_component("learner", self.learner.name)
+        return learner_class, validated(learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}")
 
-    def agent_config(self) -> tuple[type, BaseModel]:
+    def agent_config(self) -> tuple[type[Agent], AgentConfig]:
         """The agent's class and its validated settings."""
         from .registry import load_component
 
-        agent_class = load_component("agent", self.agent.name)
+        agent_class: type[Agent] = load_component("agent", self.agent.name)
         return agent_class, validated(agent_class.Config, self.agent.settings, f"agent {self.agent.name}")
 
 
@@ -235,10 +235,8 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             parsed = value
         if isinstance(parsed, str):
-            try:
-                parsed = float(parsed)  # YAML reads 1e-5 as text
-            except ValueError:
-                pass  # it is text
+            with contextlib.suppress(ValueError):  # then it is text
+                parsed = float(parsed)  # YAML takes 1e-5 for text
         target[parts[-1]] = parsed
     return result
 
@@ -258,9 +256,8 @@ def resolve(
     complete = "stages" in from_file  # a saved config holds everything; the recipe below it must not add stages
     if complete:
         layers = []
-    model = merge(from_file, own).get("model", DEFAULT_MODEL)
-    if not complete and isinstance(model, str) and makes_model(model):
-        layers.append(load_recipe(model).get("model_settings", {}))
+    if not complete:
+        layers.append(_model_settings(merge(from_file, own).get("model", DEFAULT_MODEL)))
     layers += [from_file, own]
 
     run_keys = set(RunConfig.model_fields) - {"stages"}
@@ -282,6 +279,23 @@ def resolve(
     for stage_config in config.stages:
         _check_stage(stage_config)
     return config
+
+
+def _model_settings(model: Any) -> dict[str, Any]:
+    """What a run on `model` starts from: the settings of the recipe that makes it, or, for the folder of a run,
+    how that run rendered and sampled."""
+    if isinstance(model, str) and makes_model(model):
+        settings: dict[str, Any] = load_recipe(model).get("model_settings", {})
+        return settings
+    saved = Path(str(model)) / "config.yaml"
+    if not saved.is_file() or not (stages := read_yaml(saved).get("stages")):
+        return {}
+    last = stages[-1]
+    return {
+        "render": last["render"],
+        "engine": {"max_model_len": last["engine"]["max_model_len"]},
+        "rollout": {"max_tokens": last["rollout"]["max_tokens"]},
+    }
 
 
 def _check_stage(stage: StageConfig) -> None:

@@ -234,7 +234,8 @@ class CheckedEnv(Env):
         result = await self.env.step(action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
-                f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), not {result!r:.80}"
+                f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
+                f"not {result!r:.80}"
             )
         observation, reward, terminated, truncated, info = result
         if reward is not None:

@@ -43,7 +43,9 @@ def check_failures(groups: Sequence[Group], max_share: float) -> None:
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode for episode in episodes if episode.failed]
     if failed and len(failed) > max_share * len(episodes):
-        raise RunError(f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}")
+        raise RunError(
+            f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}"
+        )
 
 
 def _commonest(failed: Sequence[Episode]) -> str:

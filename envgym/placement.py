@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from .agent import Agent
 from .config import RunConfig, StageConfig
 from .engines import choose_engine
-from .engines.base import SamplingParams
+from .engines.base import Engine, SamplingParams
 from .engines.client import EngineClient
+from .env import EnvSpec
 from .render import load_tokenizer, make_renderer
 from .rollout import Runner
 from .run_folder import RunFolder
@@ -32,7 +34,7 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
     if config.runtime == "ray":
         from .workers.ray import RayRuntime
 
-        return RayRuntime()
+        return RayRuntime(folder.logs)
     from .workers.local import LocalRuntime
 
     return LocalRuntime(folder.logs)
@@ -76,15 +78,7 @@ async def started(
             is_float32 = workers["actor"].info["dtype"] == "float32"
             tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
             sync = WeightSync(engine, workers["actor"], renderer, tolerance)
-        runner = Runner(
-            spec,
-            agent,
-            engine,
-            stage.rollout,
-            max_model_len=context or 0,
-            seed=config.seed,
-            deterministic=config.deterministic,
-        )
+        runner = make_runner(config, stage, spec, agent, engine, context)
         yield Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync)
 
 
@@ -108,6 +102,21 @@ async def start_engine(
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
     engine = await EngineClient.start(runtime, target, arguments, environ)
     return engine, (await engine.info()).max_model_len
+
+
+def make_runner(
+    config: RunConfig, stage: StageConfig, spec: EnvSpec, agent: Agent, engine: Engine | None, context: int | None
+) -> Runner:
+    """What plays the stage's episodes; `context` is the engine's context length in tokens."""
+    return Runner(
+        spec,
+        agent,
+        engine,
+        stage.rollout,
+        max_model_len=context or 0,
+        seed=config.seed,
+        deterministic=config.deterministic,
+    )
 
 
 def sampling_of(stage: StageConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

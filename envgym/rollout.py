@@ -51,7 +51,9 @@ class Runner:
         self.seed = seed
         self.deterministic = deterministic
 
-    async def play(self, tasks: Sequence[Task], play: Play, on_episode: Callable[[], None] | None = None) -> list[Group]:
+    async def play(
+        self, tasks: Sequence[Task], play: Play, on_episode: Callable[[], None] | None = None
+    ) -> list[Group]:
         """Play every task `group_size` times and return the groups in the order of `tasks`.
 
         All members of a group get the same environment seed, and so the same problem. Failed episodes are in
@@ -144,7 +146,7 @@ class Runner:
         try:
             async with asyncio.timeout(self.config.episode_timeout):
                 await env.close()
-        except Exception:  # noqa: S110 - the episode is over and its outcome known; a failing close changes nothing
+        except Exception:
             pass
 
     async def _judge(self, group: Group) -> None:

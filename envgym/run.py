@@ -157,10 +157,10 @@ class _Interrupts:
         assert task is not None
 
         def interrupted() -> None:
-            if self._ask is None:
+            ask, self._ask = self._ask, None
+            if ask is None:
                 task.cancel()
             else:
-                self._ask, ask = None, self._ask
                 self._display.note("stopping after this step's work; once more to stop at once")
                 ask()
 

@@ -102,7 +102,9 @@ class RunFolder:
         try:
             state: dict[str, Any] = pickle.loads((checkpoint / "controller.pickle").read_bytes())
         except (OSError, pickle.UnpicklingError, EOFError) as error:
-            raise RunError(f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before") from None
+            raise RunError(
+                f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before"
+            ) from None
         return state
 
 

@@ -45,7 +45,7 @@ class WeightSync:
         token_ids = self.renderer.prompt(Observation(text=PROBE))
         [scored] = await self.actor.forward([LearnRow.of(Row([Segment("prompt", token_ids)]))])
         sampled = await self.engine.score(tuple(token_ids))
-        return max(abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True))
+        return float(max(abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)))
 
     def check(self, where: str, difference: float) -> None:
         """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""

@@ -1,4 +1,6 @@
 """The learners that ship with envgym. Import them as `envgym.learners`."""
 
 if __name__ != "envgym.learners":
-    raise ImportError("import envgym.learners, not learners: a second copy of every class would not be the registered one")
+    raise ImportError(
+        "import envgym.learners, not learners: a second copy of every class would not be the registered one"
+    )

@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from envgym.learner import LearnerConfig
+
 from .policy_gradient import PolicyGradient, PolicyGradientConfig
 
 
@@ -24,7 +26,7 @@ class GRPOConfig(PolicyGradientConfig):
 class GRPO(PolicyGradient):
     """Group relative policy optimisation."""
 
-    Config = GRPOConfig
+    Config: ClassVar[type[LearnerConfig]] = GRPOConfig
     config: GRPOConfig
     min_group_size: ClassVar[int] = 2
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ..learner import Learner, LearnerConfig, LearnRow, Metrics, RoleSpec, RowBatch
-from ..types import Episode, Group
+from envgym.learner import Learner, LearnerConfig, LearnRow, Metrics, RoleSpec, RowBatch
+from envgym.types import Episode, Group
+
 from .kl import Estimator, kl_estimate
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class PolicyGradientConfig(LearnerConfig):
 class PolicyGradient(Learner):
     """Base of the learners that weigh sampled tokens by an advantage. A subclass says what the advantage is."""
 
-    Config = PolicyGradientConfig
+    Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
 
     @property

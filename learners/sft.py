@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..learner import Learner, LearnRow, Metrics, RowBatch
-from ..types import Group
+from envgym.learner import Learner, LearnRow, Metrics, RowBatch
+from envgym.types import Group
 
 if TYPE_CHECKING:
     import torch
 
-    from ..learner import FloatArray
+    from envgym.learner import FloatArray
 
 
 class SFT(Learner):
@@ -20,7 +20,9 @@ class SFT(Learner):
     def prepare(self, groups: Sequence[Group]) -> list[LearnRow]:
         episodes = [episode for group in groups for episode in group.episodes]
         return [
-            LearnRow.of(row, episode=index, unit=index) for index, episode in enumerate(episodes) for row in episode.rows
+            LearnRow.of(row, episode=index, unit=index)
+            for index, episode in enumerate(episodes)
+            for row in episode.rows
         ]
 
     def loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..types import StopReason, VersionSpan
+from envgym.types import StopReason, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..workers.runtime import Runtime, WorkerHandle
+from envgym.workers.runtime import Runtime, WorkerHandle
+
 from .base import EngineInfo, Generation, Request
 
 

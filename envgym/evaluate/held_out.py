@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config import EvalConfig
-from ..engines.base import SamplingParams
-from ..env import EnvSpec
-from ..errors import RunError
-from ..learner import Learner
-from ..rollout import Play
-from ..types import Group, Task
-from ..workers.group import WorkerGroup
+from envgym.config import EvalConfig
+from envgym.engines.base import SamplingParams
+from envgym.env import EnvSpec
+from envgym.errors import RunError
+from envgym.learner import Learner
+from envgym.rollout import Play
+from envgym.types import Group, Task
+from envgym.workers.group import WorkerGroup
+
 from .result import EvalResult
 
 Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
@@ -46,7 +47,8 @@ class HeldOut:
     async def greedily(self) -> dict[str, Any]:
         """The likeliest token at every place, one episode a task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return EvalResult.of(await self._play(await self.tasks(), Play("eval-greedy", sampling, 1)), greedy=True).as_dict()
+        groups = await self._play(await self.tasks(), Play("eval-greedy", sampling, 1))
+        return {**EvalResult.of(groups).as_dict(), "greedy": True}
 
     async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
         """What the learner says of held-out recorded episodes, from the actor's scores of them."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..types import Group, Status
+from envgym.types import Group, Status
+
 from .statistics import Mean, clustered_mean
 
 
@@ -21,10 +22,9 @@ class EvalResult:
     failures: dict[str, int]
     unscored: int
     sampled_tokens: int
-    greedy: bool = False
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, greedy: bool = False) -> EvalResult:
+    def of(cls, groups: Sequence[Group]) -> EvalResult:
         episodes = [episode for group in groups for episode in group.episodes]
         finished = [episode for episode in episodes if not episode.failed]
         scores = {
@@ -38,7 +38,6 @@ class EvalResult:
             failures=dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
             unscored=sum(episode.score is None for episode in finished),
             sampled_tokens=sum(row.n_action_tokens for episode in finished for row in episode.rows),
-            greedy=greedy,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,5 +47,5 @@ class EvalResult:
             "truncated": self.truncated,
             "failures": self.failures,
             "unscored": self.unscored,
-            "greedy": self.greedy,
+            "tokens": self.sampled_tokens,
         }

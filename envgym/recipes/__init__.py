@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, NameNotFound, did_you_mean
+from envgym.errors import ConfigError, NameNotFound, did_you_mean
 
 FOLDER = Path(__file__).parent
 DEFAULT_RECIPE = "grpo"

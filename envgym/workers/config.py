@@ -19,7 +19,7 @@ class WorkersConfig(BaseModel):
     3: and parameters. Higher saves memory and costs communication."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU."""
-    tokens_per_microbatch: int = Field(8192, ge=1)
+    tokens_per_microbatch: int = Field(4096, ge=1)
     """Padded tokens that go through the model at once. Smaller saves memory; the gradient is the same."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more computing."""

@@ -104,6 +104,8 @@ def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
 def _library() -> Any:
     import deepspeed
 
+    # Its shared-memory kernel serves inference only; looking for it would compile C++ at first use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
 

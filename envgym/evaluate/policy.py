@@ -1,0 +1,69 @@
+"""Evaluating a policy on an environment's held-out tasks, by the runner that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.config import RunConfig
+from envgym.models import fetch_model
+from envgym.placement import make_runner, make_runtime, sampling_of, start_engine
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout import Play
+from envgym.run_folder import RunFolder
+from envgym.types import Group, Task
+
+from .held_out import HeldOut
+
+if TYPE_CHECKING:
+    from envgym.display import Display
+
+
+def evaluate_policy(config: RunConfig, display: Display) -> dict[str, Any]:
+    """Play the held-out tasks of the last stage's environment with its model and return what came of it.
+
+    Keys: env, model, n_tasks, n_episodes, score, ci95, truncated, failures (kind -> count), unscored, seconds,
+    tokens, and `greedy` with the same for greedy sampling. Raises `EnvgymError`; the workers' logs are then kept.
+    """
+    logs = Path(tempfile.mkdtemp(prefix="envgym-eval-"))
+    result = asyncio.run(_evaluate(config, RunFolder(logs), display))
+    shutil.rmtree(logs)
+    return result
+
+
+async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
+    stage = config.stages[-1]
+    began = time.monotonic()
+    model = await fetch_model(stage.model, config, display)
+    folder.create()
+    agent_class, agent_config = stage.agent_config()
+    agent = agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
+    async with AsyncExitStack() as stack:
+        spec = await stack.enter_async_context(stage.make_spec())
+        runtime = make_runtime(config, folder)
+        stack.push_async_callback(runtime.close)
+        engine, context = await start_engine(config, stage, model, runtime, display)
+        runner = make_runner(config, stage, spec, agent, engine, context)
+
+        async def play(tasks: Sequence[Task], play: Play) -> list[Group]:
+            total, done = len(tasks) * play.group_size, 0
+
+            def on_episode() -> None:
+                nonlocal done
+                done += 1
+                display.rollout(done, total)
+
+            return await runner.play(tasks, play, on_episode)
+
+        held_out = HeldOut(play, spec, sampling_of(stage, agent.renderer.stop_token_ids), stage.eval)
+        display.phase("evaluating")
+        result = await held_out.sampled()
+        greedy = {"greedy": await held_out.greedily()} if stage.eval.greedy else {}
+    seconds = time.monotonic() - began
+    return {"env": stage.env.name, "model": stage.model, **result, **greedy, "seconds": seconds}
