@@ -170,7 +170,7 @@ def test_new_weights_even_where_prefixes_were_cached(engine, new_policy):
     assert (torch.tensor(engine.call("score", token_ids)) - logprobs_of(other, token_ids)).abs().max() < 1e-4
 
 
-def test_new_weights_in_mid_flight(engine, policy, new_policy):
+def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
     other, path = new_policy
     wave = requests(8, SamplingParams(max_tokens=220), "flight")
 
@@ -181,7 +181,11 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy):
         await engine.worker.call("load_weights", path, 5)
         return await asyncio.gather(*flying)
 
-    results = engine.runner.run(swap())
+    for _ in range(20):  # on a busy machine the wave may land before we are scheduled again
+        results = engine.runner.run(swap())
+        if any(len(generation.versions) == 2 for generation in results):
+            break
+        engine.call("load_weights", str(tmp_path / "old.safetensors"), 0)
     assert any(len(generation.versions) == 2 for generation in results)
     for request, generation in zip(wave, results, strict=True):
         assert generation.versions[0].start == 0
