@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import registry
+    from .api import evaluate, train
     from .env import Env, EnvConfig, EnvSpec, ListTasks, TaskSet
     from .registry import make, register, spec
     from .types import Action, Episode, Message, Observation, Task
@@ -18,11 +19,12 @@ _HOME = {
     "Action": "types", "Episode": "types", "Message": "types", "Observation": "types", "Task": "types",
     "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "ListTasks": "env", "TaskSet": "env",
     "make": "registry", "register": "registry", "spec": "registry",
+    "train": "api", "evaluate": "api",
 }  # fmt: skip
 
 __all__ = [
     "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "ListTasks", "Message", "Observation", "Task", "TaskSet",
-    "make", "register", "registry", "spec",
+    "evaluate", "make", "register", "registry", "spec", "train",
 ]  # fmt: skip
 
 

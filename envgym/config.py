@@ -277,7 +277,7 @@ def resolve(
             raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
     config = validated(RunConfig, {**run, "stages": stages})
     for stage_config in config.stages:
-        _check_stage(stage_config)
+        _complete_stage(stage_config)
     return config
 
 
@@ -298,14 +298,17 @@ def _model_settings(model: Any) -> dict[str, Any]:
     }
 
 
-def _check_stage(stage: StageConfig) -> None:
-    """What pydantic cannot see: names that must exist, and settings that contradict each other."""
-    stage.make_spec()
-    agent_class, _ = stage.agent_config()
-    learner_class, _ = stage.learner_config()
+def _complete_stage(stage: StageConfig) -> None:
+    """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
+    spec = stage.make_spec()
+    agent_class, agent_config = stage.agent_config()
+    learner_class, learner_config = stage.learner_config()
     smallest = learner_class.min_group_size
     if agent_class.samples and stage.rollout.group_size < smallest:
         raise ConfigError(
             f"learner {stage.learner.name} compares the episodes of one task: "
             f"rollout.group_size must be at least {smallest}, not {stage.rollout.group_size}"
         )
+    stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
+    stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
+    stage.learner = Component(**learner_config.model_dump(mode="json"))

@@ -188,7 +188,8 @@ class LocalRuntime:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **environ},
+                # The controller, engine and ranks share the cores: threads that wait must sleep, not spin.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environ},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -1,0 +1,52 @@
+"""Runs from Python: the same settings as on the command line, the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import resolve
+from .display import Display, open_display
+
+
+def train(
+    settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None, quiet: bool = False
+) -> dict[str, Any]:
+    """Run a recipe and return its summary (what `summary.json` holds), as `envgym train` does.
+
+    `settings` are nested or dotted keys: `{"env": "math_verify", "learner.lr": 1e-4}`. Raises `EnvgymError` for
+    whatever the user can mend.
+    """
+    from .run import train as run
+
+    config = resolve(_nested(settings), recipe=recipe, file=file)
+    display = Display() if quiet else open_display(config)
+    try:
+        return run(config, display=display)
+    finally:
+        display.close()
+
+
+def evaluate(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
+    """Measure `settings["model"]` on the held-out tasks of `settings["env"]`, as `envgym eval` does."""
+    from .evaluate import evaluate_policy
+
+    config = resolve(_nested(settings))
+    display = Display() if quiet else open_display(config)
+    try:
+        return evaluate_policy(config, display)
+    finally:
+        display.close()
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested ones."""
+    result: dict[str, Any] = {}
+    for key, value in settings.items():
+        *outer, last = key.split(".")
+        target = result
+        for part in outer:
+            target = target.setdefault(part, {})
+        target[last] = value
+    return result
