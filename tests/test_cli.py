@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,27 @@ def test_a_taken_port_says_so(run):
         assert f"127.0.0.1:{port}" in error_of(run("serve", "math_verify", "--port", port))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--env", "math_verify", "--model", "/nowhere"], "/nowhere does not exist"),
+        (["--env", "math_verify", "--model", "empty"], "model empty: "),
+        (["--env", "math_verify", "--model", "MODEL", "data.path=bad.jsonl"], "bad.jsonl:2: not JSON"),
+        (["--env", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9: nothing answers there"),
+    ],
+    ids=["no model", "no model in the folder", "malformed row", "no server"],
+)
+def test_what_only_a_start_can_tell_is_one_line_too(run, tmp_path, tiny_model, words, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": oops}\n')
+    result = run("train", "--name", "first", *(tiny_model if word == "MODEL" else word for word in words))
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("envgym: error: ")
+    assert said in line
+    assert re.search(r"^first +failed", run("runs").stdout, re.MULTILINE)
+
+
 def test_a_run_folder_that_exists(run, tmp_path):
     (tmp_path / "runs" / "first").mkdir(parents=True)
     line = error_of(run("train", "--env", "math_verify", "--name", "first"))
@@ -303,3 +325,59 @@ def test_ctrl_c_is_one_line_and_exit_130(tmp_path):
             program.send_signal(signal.SIGINT)
             _, stderr = program.communicate(timeout=30)
     assert (program.returncode, stderr) == (130, "envgym: interrupted\n")
+
+
+# -- a run that is stopped --------------------------------------------------------------------------------
+
+
+def family(mark: str) -> list[int]:
+    """Processes that inherited `mark` in their environment: the program and all its descendants."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it has ended, or is not ours
+    return found
+
+
+def wait_for(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sampling", "learning"])
+def test_ctrl_c_keeps_a_checkpoint_says_how_to_go_on_and_leaves_no_process(tmp_path, tiny_model, run, moment):
+    mark = f"ENVGYM_TEST_MARK={tmp_path}"
+    words = ["steps=1000", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0"]
+    folder = tmp_path / "runs" / "first"
+    with open(tmp_path / "stdout", "w") as stdout:
+        program = subprocess.Popen(
+            [ENVGYM, "train", "--env", "math_verify", "--model", tiny_model, "--name", "first", *words],
+            cwd=tmp_path,
+            env={**os.environ, "ENVGYM_TEST_MARK": str(tmp_path)},
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    if moment == "learning":  # a step's rollouts are written when it has sampled, and then it learns
+        wait_for((folder / "rollouts" / "step_000002.parquet").exists)
+    else:  # a step's metrics are written at its end, and then the next one samples
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
+    assert len(family(mark)) >= 3  # the controller, the engine and the actor
+    program.send_signal(signal.SIGINT)
+    _, stderr = program.communicate(timeout=60)
+    assert program.returncode == 130
+    last = stderr.splitlines()[-1]
+    assert last.startswith("envgym: interrupted: ")
+    assert "Traceback" not in stderr
+    assert re.search(r"envgym train --resume \S+", last)
+    (kept,) = (folder / "checkpoints").glob("step_*")
+    assert kept.name in last
+    wait_for(lambda: not family(mark), 10)
+    assert re.search(r"^first +stopped +\d", run("runs").stdout, re.MULTILINE)
