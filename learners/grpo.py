@@ -39,5 +39,6 @@ def standardised(rewards: Sequence[float], eps: float) -> list[float]:
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    # `hypot`, because squares of very large or very small rewards would overflow or vanish.
+    std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
     return [(reward - mean) / (std + eps) for reward in rewards]

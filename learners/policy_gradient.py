@@ -86,22 +86,25 @@ class PolicyGradient(Learner):
         import torch
 
         counts = batch.weights > 0
-        zeros = torch.zeros_like(outputs)
-        # `where`, not a product with the mask: a NaN or infinity where nothing was sampled must not reach the loss.
-        old = torch.where(counts, batch.old_logprobs, outputs.detach())
-        advantages = torch.where(counts, batch.arrays["advantages"], zeros)
+
+        def counted(values: torch.Tensor) -> torch.Tensor:
+            # `where`, not a product with the mask: a NaN or infinity where nothing was sampled must reach neither the
+            # loss nor, through a derivative there, the gradient.
+            return torch.where(counts, values, 0.0)
+
+        outputs, old = counted(outputs), counted(batch.old_logprobs)
+        advantages = counted(batch.arrays["advantages"])
         losses, clipped = clipped_policy_loss(outputs, old, advantages, self.config.clip_low, self.config.clip_high)
         n_tokens = float(counts.sum())
         metrics: Metrics = {
-            "policy/clip_fraction": (float((clipped & counts).sum()), n_tokens),
-            "policy/entropy": (float(torch.where(counts, -outputs.detach(), zeros).sum()), n_tokens),
+            "policy/clip_fraction": (float(clipped.sum()), n_tokens),
+            "policy/entropy": (float(-outputs.detach().sum()), n_tokens),
         }
         if self.config.kl_coef > 0:
-            reference = torch.where(counts, batch.arrays["reference"], outputs.detach())
-            kl = kl_estimate(outputs, reference, self.config.kl_estimator)
+            kl = kl_estimate(outputs, counted(batch.arrays["reference"]), self.config.kl_estimator)
             losses = losses + self.config.kl_coef * kl
-            metrics["policy/kl"] = (float(torch.where(counts, kl.detach(), zeros).sum()), n_tokens)
-        total = torch.where(counts, batch.weights * losses, zeros).sum()
+            metrics["policy/kl"] = (float(kl.detach().sum()), n_tokens)
+        total = (batch.weights * losses).sum()
         metrics["loss"] = (float(total.detach()), float(batch.weights.sum()))
         return total / denominators[batch.objective], metrics
 
