@@ -238,7 +238,7 @@ def test_config_gives_back_the_run_it_was_given(run, tmp_path):
     config = yaml.safe_load(first.stdout)
     (stage,) = config["stages"]
     assert config["seed"] == 4
-    assert stage["env"] == {"name": "math_verify", "digits": 3}
+    assert (stage["env"]["name"], stage["env"]["digits"]) == ("math_verify", 3)
     assert (stage["steps"], stage["learner"]["lr"]) == (7, 1e-5)
     (tmp_path / "run.yaml").write_text(first.stdout)
     assert run("config", "--config", "run.yaml").stdout == first.stdout
