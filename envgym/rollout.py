@@ -7,6 +7,7 @@ never counts as a reward.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,10 @@ class Runner:
         if self.deterministic and self.engine is not None:
             waves = Waves(self.engine, len(tasks) * play.group_size, self.config.concurrency)
 
-        async def one(task: Task, member: int) -> Episode:
+        async def one(group: Group, member: int) -> Episode:
             async with slots:
                 try:
-                    episode = await self._with_retries(task, member, play, waves)
+                    episode = await self._with_retries(group, member, play, waves)
                 finally:
                     if waves is not None:
                         waves.leave()
@@ -75,32 +76,32 @@ class Runner:
                     on_episode()
                 return episode
 
-        jobs = [asyncio.ensure_future(one(task, member)) for task in tasks for member in range(play.group_size)]
+        groups = [Group(f"{play.purpose}/{index:05d}", task, []) for index, task in enumerate(tasks)]
+        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(play.group_size)]
         try:
             episodes = await asyncio.gather(*jobs)
         finally:
             for job in jobs:
-                job.cancel()
-        size = play.group_size
-        groups = []
-        for index, task in enumerate(tasks):
-            group = Group(f"{play.purpose}/{index:05d}", task, episodes[index * size : (index + 1) * size])
-            for episode in group.episodes:
-                episode.group = group.id
+                if not job.cancelling():  # a second time would interrupt an environment that is closing
+                    job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        for index, group in enumerate(groups):
+            group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
             await self._judge(group)
-            groups.append(group)
         return groups
 
-    async def _with_retries(self, task: Task, member: int, play: Play, waves: Waves | None) -> Episode:
+    async def _with_retries(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
         for attempt in range(self.config.retries + 1):
-            episode = await self._play_once(task, member, attempt, play, waves)
+            episode = await self._play_once(group, member, attempt, play, waves)
             if not (episode.failed and episode.outcome.retryable):
                 break
         return episode
 
-    async def _play_once(self, task: Task, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
+    async def _play_once(self, group: Group, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
+        task = group.task
         env_seed = derived_seed(self.seed, task.id)
-        episode_id = f"{play.purpose}:{task.id}:{member:03d}:{attempt}"
+        # The group is part of the name: a small task set comes round again within one step.
+        episode_id = f"{group.id}:{member:03d}:{attempt}"
         sampler = None
         if self.engine is not None:
             sampler = EpisodeSampler(
@@ -108,28 +109,32 @@ class Runner:
                 episode_id,
                 play.sampling,
                 self.max_model_len,
-                derived_seed(self.seed, play.purpose, task.id, member, attempt) if self.deterministic else None,
+                derived_seed(self.seed, group.id, task.id, member, attempt) if self.deterministic else None,
             )
         start = time.monotonic()
-        env = self.spec.make()
+        env: CheckedEnv | None = None
+        deadline = asyncio.timeout(self.config.episode_timeout)
         try:
-            async with asyncio.timeout(self.config.episode_timeout):
+            async with deadline:
+                env = self.spec.make()
                 # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
                 seed = env_seed if self.agent.samples else derived_seed(env_seed, play.purpose, member)
                 episode = await self.agent.run(env, task, sampler, seed=seed)
         except (WorkerDied, asyncio.CancelledError):
             raise  # the engine is gone, or the run is ending: no episode can go on
         except Exception as error:  # an environment may raise anything at all
-            episode = Episode(id="", task=task, outcome=self._failure(error))
+            episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
         finally:
-            await self._close(env)
-        episode.id, episode.env, episode.member, episode.attempt = episode_id, self.spec.id, member, attempt
+            if env is not None:
+                await self._close(env)
+        episode.id, episode.env, episode.group = episode_id, self.spec.id, group.id
+        episode.member, episode.attempt = member, attempt
         episode.seed, episode.seconds = env_seed, time.monotonic() - start
         return episode
 
-    def _failure(self, error: Exception) -> Outcome:
+    def _failure(self, error: Exception, *, timed_out: bool) -> Outcome:
         message = str(error) or type(error).__name__
-        if isinstance(error, TimeoutError):
+        if timed_out:
             limit = self.config.episode_timeout
             return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
         if isinstance(error, PromptTooLong):
@@ -146,7 +151,7 @@ class Runner:
         try:
             async with asyncio.timeout(self.config.episode_timeout):
                 await env.close()
-        except Exception:
+        except Exception:  # the episode is over and its outcome known: a close that fails changes nothing
             pass
 
     async def _judge(self, group: Group) -> None:
@@ -154,13 +159,20 @@ class Runner:
         finished = [episode for episode in group.episodes if not episode.failed]
         if not finished:
             return
+        deadline = asyncio.timeout(self.config.episode_timeout)
         try:
-            async with asyncio.timeout(self.config.episode_timeout):
-                rewards = await self.spec.score_group(group.task, finished)
+            async with deadline:
+                judged = await self.spec.score_group(group.task, finished)
+            rewards = None if judged is None else [float(reward) for reward in judged]
+            if rewards is not None and not (len(rewards) == len(finished) and all(map(math.isfinite, rewards))):
+                raise InvalidStep(f"{self.spec.id}: score_group must return a finite number for each episode")
+        except WorkerDied:
+            raise  # a model that judges is gone
         except Exception as error:
             for episode in finished:
-                episode.outcome, episode.reward, episode.score = self._failure(error), None, None
+                episode.outcome = self._failure(error, timed_out=deadline.expired())
+                episode.reward = episode.score = None
             return
-        for episode, reward in zip(finished, rewards or (), strict=False):
-            episode.reward = float(reward)
+        for episode, reward in zip(finished, rewards or (), strict=bool(rewards)):
+            episode.reward = reward
             episode.score = episode.score if episode.score is not None else (reward if 0 <= reward <= 1 else None)

@@ -41,7 +41,11 @@ class Waves:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._submit_if_complete()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # the episode's deadline: it no longer waits, and must not complete a wave
+            self._waiting = [item for item in self._waiting if item[1] is not future]
+            raise
 
     def _submit_if_complete(self) -> None:
         if not self._waiting or len(self._waiting) < min(self._left, self._concurrency):

@@ -1,0 +1,341 @@
+"""Rolling out: what goes wrong in an episode is a failure of a named kind, and nothing else."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from envgym.agent import Agent, AgentConfig
+from envgym.config import RolloutConfig
+from envgym.engines.base import Generation, SamplingParams
+from envgym.env import Env, EnvSpec
+from envgym.errors import PromptTooLong, WorkerDied, WorkerError
+from envgym.rollout import Play, Runner
+from envgym.types import Episode, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
+
+TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+class OneToken:
+    """An engine that answers every request with one token. `errors` maps a piece of a request's id to what it
+    raises instead."""
+
+    def __init__(self, errors=()):
+        self.errors = dict(errors)
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        for piece, error in self.errors.items():
+            if piece in request.id:
+                raise error
+        await asyncio.sleep(0)
+        return Generation((7,), (-1.0,), StopReason.STOP, ())
+
+
+class OneAnswer(Agent):
+    """Asks for one answer and takes the reward for it."""
+
+    async def run(self, env, task, engine, *, seed):
+        await env.reset(seed=seed, options={"task": task})
+        generation = await engine.generate([1, 2])
+        _, reward, _, _, info = await env.step(generation)
+        row = Row([Segment("prompt", [1, 2]), Segment("action", [7], logprobs=[-1.0])], turns=[Turn(reward, "stop")])
+        score = info.get("score")
+        return Episode(
+            "", task, Outcome.completed(), rows=[row], reward=reward, score=score, messages=[Message.of("a", "")]
+        )
+
+
+@dataclass
+class World:
+    """What the test's environment does, and what happened to it."""
+
+    on_step: object = None
+    on_close: object = None
+    seeds: list = field(default_factory=list)
+    closed: int = 0
+    made: int = 0
+    finished_closing: int = 0
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def make_spec(world, **methods):
+    class Scripted(Env):
+        def __init__(self):
+            world.made += 1
+
+        async def reset(self, *, seed=None, options=None):
+            world.seeds.append((options["task"].id, seed))
+            return "", {}
+
+        async def step(self, action):
+            return world.on_step() if world.on_step else ("", 1.0, True, False, {})
+
+        async def close(self):
+            world.closed += 1
+            if world.on_close:
+                await world.on_close()
+
+    return type("Spec", (EnvSpec,), {"env_class": Scripted, **methods})("Scripted-v0")
+
+
+def play(
+    spec, *, tasks=TASKS, size=2, engine=None, agent=OneAnswer, seed=0, deterministic=False, purpose="p", **config
+):
+    engine = engine or OneToken()
+    settings = RolloutConfig(**config)
+    runner = Runner(
+        spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
+    )
+    return asyncio.run(asyncio.wait_for(runner.play(tasks, Play(purpose, SAMPLING, size)), 30))
+
+
+def outcomes(groups):
+    return [episode.outcome for group in groups for episode in group.episodes]
+
+
+# -- what comes back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("concurrency", [1, 4, 100])
+def test_groups_come_in_the_order_of_tasks_with_all_their_members(world, deterministic, concurrency):
+    groups = play(make_spec(world), size=4, concurrency=concurrency, deterministic=deterministic)
+    assert [group.task for group in groups] == TASKS
+    assert [[episode.member for episode in group.episodes] for group in groups] == [[0, 1, 2, 3]] * 3
+    assert {episode.group for group in groups for episode in group.episodes} == {group.id for group in groups}
+    assert all(episode.task is group.task for group in groups for episode in group.episodes)
+
+
+def test_members_of_a_group_share_the_environments_seed(world):
+    groups = play(make_spec(world), size=3)
+    seeds = {task: {seed for id, seed in world.seeds if id == task} for task in ("t0", "t1", "t2")}
+    assert [len(found) for found in seeds.values()] == [1, 1, 1]
+    assert len(set.union(*seeds.values())) == 3
+    assert {(episode.task.id, episode.seed) for group in groups for episode in group.episodes} == set(world.seeds)
+
+
+def test_the_problem_stays_the_same_from_step_to_step_and_changes_with_the_runs_seed(world):
+    for seed, purpose in ((0, "step-1"), (0, "step-2"), (1, "step-1")):
+        play(make_spec(world), tasks=TASKS[:1], size=1, seed=seed, purpose=purpose)
+    first, again, other = (seed for _, seed in world.seeds)
+    assert first == again != other
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_task_that_comes_twice_in_a_step_is_two_groups(world, deterministic):
+    """A small task set comes round again within one step: no two requests in flight may share an id or a seed."""
+    engine = OneToken()
+    groups = play(make_spec(world), tasks=TASKS[:1] * 3, size=2, engine=engine, deterministic=deterministic)
+    assert len({group.id for group in groups}) == 3
+    assert len({request.id for request in engine.requests}) == 6
+    assert len({episode.id for group in groups for episode in group.episodes}) == 6
+    if deterministic:
+        assert len({request.sampling.seed for request in engine.requests}) == 6
+
+
+def test_deterministic_requests_do_not_depend_on_how_many_are_in_play(world):
+    def requests(concurrency):
+        engine = OneToken()
+        play(make_spec(world), engine=engine, deterministic=True, concurrency=concurrency)
+        return [(request.id, request.sampling.seed) for request in engine.requests]
+
+    assert requests(6) == requests(6)
+    assert sorted(requests(2)) == sorted(requests(6))
+
+
+def test_no_more_than_concurrency_are_in_play(world):
+    in_play, most = 0, 0
+
+    class Counting(OneAnswer):
+        async def run(self, *args, **kwargs):
+            nonlocal in_play, most
+            in_play += 1
+            most = max(most, in_play)
+            try:
+                return await super().run(*args, **kwargs)
+            finally:
+                in_play -= 1
+
+    play(make_spec(world), agent=Counting, size=5, concurrency=4)
+    assert most == 4
+
+
+# -- failures ---------------------------------------------------------------------------------------------
+
+
+def raising(error):
+    def step():
+        raise error
+
+    return step
+
+
+class Flaky(Exception):
+    retryable = True
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "says"),
+    [
+        (raising(KeyError("board")), "environment", "KeyError: 'board'"),
+        (raising(AssertionError()), "environment", "AssertionError"),
+        (raising(TimeoutError("the sandbox")), "environment", "TimeoutError: the sandbox"),
+        (lambda: ("", float("nan"), True, False, {}), "invalid_environment", "finite"),
+        (lambda: ("", "one", True, False, {}), "invalid_environment", "a reward is a number"),
+        (lambda: ("", 1.0, True), "invalid_environment", "step must return"),
+    ],
+)
+def test_an_environment_that_breaks_is_a_failure_and_never_a_reward(world, step, kind, says):
+    world.on_step = step
+    groups = play(make_spec(world), size=1, tasks=TASKS[:1])
+    [episode] = groups[0].episodes
+    assert (episode.outcome.status, episode.outcome.reason) == (Status.FAILED, kind)
+    assert says in episode.outcome.message
+    assert (episode.reward, episode.score, episode.rows) == (None, None, [])
+    assert (world.made, world.closed) == (1, 1)  # closed, and not tried again
+
+
+def test_an_environment_that_cannot_be_made_is_a_failure(world):
+    class Unmakable(Env):
+        def __init__(self):
+            raise FileNotFoundError("no board")
+
+        async def reset(self, *, seed=None, options=None): ...
+
+        async def step(self, action): ...
+
+    [outcome] = outcomes(play(EnvSpec("Unmakable-v0", Unmakable), size=1, tasks=TASKS[:1]))
+    assert (outcome.reason, outcome.message) == ("environment", "FileNotFoundError: no board")
+
+
+def test_one_failure_leaves_the_others_alone(world):
+    steps = iter([("", 0.25, True, False, {}), None, ("", 0.5, True, False, {})])
+
+    def step():
+        result = next(steps)
+        if result is None:
+            raise ValueError("once")
+        return result
+
+    world.on_step = step
+    [group] = play(make_spec(world), size=3, tasks=TASKS[:1])
+    assert sorted(e.reward for e in group.episodes if not e.failed) == [0.25, 0.5]
+    assert sum(e.failed for e in group.episodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(PromptTooLong("a prompt of 90 tokens"), "prompt_too_long"), (WorkerError("cuda"), "engine")]
+)
+def test_errors_of_the_engine_have_kinds_of_their_own(world, error, kind):
+    groups = play(make_spec(world), engine=OneToken({"001:0": error}), tasks=TASKS[:1])
+    assert [outcome.reason for outcome in outcomes(groups)] == ["", kind]
+    assert str(error) in outcomes(groups)[1].message
+
+
+def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_tried_again(world):
+    async def for_ever(*args, **kwargs):
+        await asyncio.Event().wait()
+
+    spec = make_spec(world)
+    spec.env_class.step = for_ever
+    [outcome] = outcomes(play(spec, size=1, tasks=TASKS[:1], episode_timeout=0.05, retries=1))
+    assert (outcome.reason, outcome.retryable) == ("timeout", True)
+    assert "0.05 s" in outcome.message
+    assert (world.made, world.closed) == (2, 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("breaks", "attempts", "fails"), [(0, 1, False), (2, 3, False), (9, 3, True)])
+def test_what_is_retryable_is_tried_again_at_most_so_often(world, deterministic, breaks, attempts, fails):
+    tries = 0
+
+    def step():
+        nonlocal tries
+        tries += 1
+        if tries <= breaks:
+            raise Flaky
+        return "", 1.0, True, False, {}
+
+    world.on_step = step
+    [group] = play(make_spec(world), size=1, tasks=TASKS[:1], retries=2, deterministic=deterministic)
+    [episode] = group.episodes
+    assert (tries, episode.attempt, episode.failed) == (attempts, attempts - 1, fails)
+    assert world.closed == attempts
+
+
+def test_a_close_that_fails_or_hangs_changes_nothing(world):
+    async def hang():
+        if world.closed % 2:
+            raise OSError("broken pipe")
+        await asyncio.Event().wait()
+
+    world.on_close = hang
+    groups = play(make_spec(world), size=2, tasks=TASKS[:1], episode_timeout=0.05)
+    assert [episode.reward for episode in groups[0].episodes] == [1.0, 1.0]
+
+
+def test_the_engines_death_ends_the_rollout_once_every_environment_is_closed(world):
+    """The others are still closing (which may take a moment) when the death is known."""
+
+    async def a_moment():
+        await asyncio.sleep(0.01)
+        world.finished_closing += 1
+
+    world.on_close = a_moment
+    with pytest.raises(WorkerDied, match="killed"):
+        play(make_spec(world), engine=OneToken({"00001:001": WorkerDied("engine: killed")}), size=2)
+    assert world.finished_closing == world.made == 6
+
+
+# -- environments that judge a group ----------------------------------------------------------------------
+
+
+def judged_by(world, judge):
+    async def score_group(self, task, episodes):
+        return judge(task, episodes)
+
+    return make_spec(world, score_group=score_group)
+
+
+def test_a_judge_of_groups_sees_the_finished_members_and_sets_their_rewards(world):
+    fails = iter([True, False, False])
+
+    def step():
+        if next(fails):
+            raise ValueError
+        return "", None, True, False, {}
+
+    world.on_step = step
+    spec = judged_by(world, lambda task, episodes: [0.5, 3.0] if len(episodes) == 2 else None)
+    [group] = play(spec, size=3, tasks=TASKS[:1])
+    found = [(episode.failed, episode.reward, episode.score) for episode in group.episodes]
+    assert found == [(True, None, None), (False, 0.5, 0.5), (False, 3.0, None)]
+
+
+def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
+    world.on_step = lambda: ("", None, True, False, {"score": 0.25})
+    [group] = play(judged_by(world, lambda task, episodes: [1.0, 0.0]), tasks=TASKS[:1])
+    assert [(episode.reward, episode.score) for episode in group.episodes] == [(1.0, 0.25), (0.0, 0.25)]
+
+
+@pytest.mark.parametrize(
+    ("judge", "kind"),
+    [
+        (lambda task, episodes: 1 / 0, "environment"),
+        (lambda task, episodes: [1.0], "invalid_environment"),
+        (lambda task, episodes: [1.0, float("nan")], "invalid_environment"),
+        (lambda task, episodes: [1.0, None], "environment"),
+    ],
+)
+def test_a_judge_that_breaks_fails_its_group_and_no_other(world, judge, kind):
+    spec = judged_by(world, lambda task, episodes: judge(task, episodes) if task.id == "t1" else None)
+    groups = play(spec)
+    assert [{episode.outcome.reason for episode in group.episodes} for group in groups] == [{""}, {kind}, {""}]
+    assert [{episode.reward for episode in group.episodes} for group in groups] == [{1.0}, {None}, {1.0}]
