@@ -16,7 +16,7 @@ class WorkersConfig(BaseModel):
     """Processes (one per GPU, where there are any) that share the work of one model."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO: what is split over the ranks instead of copied. 1: optimizer state; 2: and gradients;
-    3: and parameters. Higher saves memory and costs communication."""
+    3: and parameters. Higher saves memory and costs communication. In bfloat16, 0 runs as 1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU."""
     tokens_per_microbatch: int = Field(4096, ge=1)

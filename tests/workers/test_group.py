@@ -21,9 +21,9 @@ from envgym.workers.local import LocalRuntime
 def with_group(tmp_path, tied_model, learner):
     """with_group(body, ranks=…) -> what the coroutine `body(group)` returns, run on a started group."""
 
-    def run(body, *, ranks=1, inline=False, zero_stage=0, model=tied_model, deepspeed=None, **kwargs):
+    def run(body, *, ranks=1, inline=False, zero_stage=0, dtype="float32", model=tied_model, deepspeed=None, **kwargs):
         settings = WorkersConfig(
-            ranks=ranks, zero_stage=zero_stage, tokens_per_microbatch=60, dtype="float32", deepspeed=deepspeed or {}
+            ranks=ranks, zero_stage=zero_stage, tokens_per_microbatch=60, dtype=dtype, deepspeed=deepspeed or {}
         )
 
         async def main():
@@ -75,6 +75,26 @@ def test_two_ranks_learn_what_one_learns(
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(tensors[name], tensor, atol=1e-6, rtol=1e-5)
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_two_ranks_learn_what_one_learns_in_bfloat16(
+    with_group, make_rows, denominators, plain_gradient_descent, tmp_path
+):
+    rows = make_rows(11)
+
+    async def one_step(group):
+        await group.export(str(tmp_path / "before"))
+        metrics = await group.learn(rows, denominators(rows), 1.0)
+        await group.export(str(tmp_path / "after"))
+        return metrics["grad_norm"], load_file(tmp_path / "before"), load_file(tmp_path / "after")
+
+    norms, steps = [], []
+    for ranks in (1, 2):
+        norm, before, after = with_group(one_step, ranks=ranks, dtype="bfloat16", deepspeed=plain_gradient_descent)
+        norms.append(norm)
+        steps.append(torch.cat([(after[name].float() - before[name].float()).flatten() for name in sorted(after)]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    assert float((steps[1] - steps[0]).norm() / steps[0].norm()) < 0.03  # rounding of bfloat16, nothing more
 
 
 def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, tmp_path):

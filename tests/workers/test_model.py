@@ -142,6 +142,33 @@ def test_the_learning_rate_is_the_one_given_to_step(make_worker, make_rows, deno
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_in_bfloat16_many_micro_batches_add_up(
+    make_worker, make_rows, denominators, plain_gradient_descent, zero_stage
+):
+    rows = make_rows(1)
+    worker = make_worker(zero_stage=zero_stage, dtype="bfloat16", deepspeed=plain_gradient_descent)
+    norms = []
+    for repeats in (1, 512):  # a sum kept in bfloat16 stops growing at 256 equal parts
+        worker.accumulate([rows] * repeats, denominators(rows))
+        norms.append(worker.step(0.0)["grad_norm"])
+    assert norms[1] == pytest.approx(512 * norms[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_in_bfloat16_the_first_step_of_adam_is_as_long_as_the_learning_rate(
+    make_worker, make_rows, denominators, tmp_path, zero_stage
+):
+    rows = make_rows(8)
+    worker = make_worker(zero_stage=zero_stage, dtype="bfloat16")
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = weights_of(worker, tmp_path)[name]
+    worker.accumulate([rows], denominators(rows))
+    worker.step(2**-4)
+    moved = (weights_of(worker, tmp_path)[name].float() - before.float()).abs()
+    assert float(moved.median()) == pytest.approx(2**-4, rel=0.02)
+
+
 def test_mismatch_compares_sampled_tokens_of_current_rows(make_worker, make_rows, denominators):
     rows = make_rows(4)
     worker = make_worker()
@@ -190,19 +217,20 @@ def test_save_writes_a_folder_that_hugging_face_loads(
         np.testing.assert_allclose(score, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_a_loaded_state_goes_on_bit_for_bit(make_worker, make_rows, denominators, tmp_path, zero_stage):
+def test_a_loaded_state_goes_on_bit_for_bit(make_worker, make_rows, denominators, tmp_path, zero_stage, dtype):
     def steps(worker, seeds):
         for seed in seeds:
             rows = make_rows(6, seed)
             worker.accumulate(micro_batches(rows, 50, 1)[0], denominators(rows))
             worker.step(1e-2)
 
-    one = make_worker(zero_stage=zero_stage)
+    one = make_worker(zero_stage=zero_stage, dtype=dtype)
     steps(one, (0, 1))
     one.save_state(str(tmp_path / "state"))
     torch.manual_seed(5)  # a generator that has moved on is put back too
-    other = make_worker(zero_stage=zero_stage)
+    other = make_worker(zero_stage=zero_stage, dtype=dtype)
     other.load_state(str(tmp_path / "state"))
     steps(one, (2, 3))
     steps(other, (2, 3))
