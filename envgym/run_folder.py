@@ -86,15 +86,23 @@ class RunFolder:
         """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones."""
         (written / "controller.pickle").write_bytes(pickle.dumps(dict(state)))
         final = self.checkpoints / f"step_{step:06d}"
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(final, replaced)
         os.replace(written, final)
-        for old in sorted(self.checkpoints.glob("step_*"))[:-keep]:
+        shutil.rmtree(replaced, ignore_errors=True)
+        for old in self._kept_checkpoints()[:-keep]:
             shutil.rmtree(old)
         return final
 
     def last_checkpoint(self) -> Path | None:
-        found = sorted(self.checkpoints.glob("step_*"))
-        return found[-1] if found else None
+        kept = self._kept_checkpoints()
+        return kept[-1] if kept else None
+
+    def _kept_checkpoints(self) -> list[Path]:
+        """Oldest first; of one step, the replaced one before the new one."""
+        return sorted(self.checkpoints.glob("step_*"), key=lambda path: (path.stem, path.suffix == ""))
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""A run folder survives a kill at any moment."""
+
+import contextlib
+import json
+import os
+import pickle
+
+import pytest
+
+from envgym.errors import RunError
+from envgym.run_folder import RunFolder, write_atomically
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    return made
+
+
+def checkpoint(folder, step, keep=2, state=None):
+    written = folder.new_checkpoint()
+    (written / "actor").mkdir()
+    (written / "actor" / "weights").write_text(f"of step {step}")
+    return folder.keep_checkpoint(written, step, state or {"progress": {"step": step}}, keep)
+
+
+def test_metrics_are_one_json_object_a_line(folder):
+    folder.append_metrics({"step": 1, "reward/mean": 0.5})
+    folder.append_metrics({"step": 2, "reward/mean": 0.75})
+    lines = folder.metrics_file.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == folder.read_metrics()
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2]
+
+
+def test_a_folder_without_metrics_has_none(folder):
+    assert folder.read_metrics() == []
+    folder.rewind(0)
+    assert folder.read_metrics() == []
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3', '{"step": 3, "reward/mean": 1.0}'])
+def test_a_last_line_cut_short_is_left_out_and_does_not_spoil_the_next(folder, torn):
+    """Without its newline a line may be a part of one, even where it reads like a whole."""
+    folder.append_metrics({"step": 1})
+    folder.append_metrics({"step": 2})
+    with folder.metrics_file.open("a") as file:
+        file.write(torn)
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2]
+    folder.rewind(2)
+    folder.append_metrics({"step": 3})
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3]
+
+
+def test_rewind_forgets_what_came_after(folder):
+    for step in range(5):
+        folder.append_metrics({"step": step})
+        folder.rollout_file(step).touch()
+    (folder.rollouts / "step_000004.parquet.tmp").touch()
+    folder.rewind(2)
+    assert [record["step"] for record in folder.read_metrics()] == [0, 1, 2]
+    assert sorted(path.name for path in folder.rollouts.glob("*.parquet")) == [
+        f"step_00000{n}.parquet" for n in range(3)
+    ]
+    folder.rewind(-1)
+    assert folder.read_metrics() == []
+
+
+def test_a_checkpoint_counts_only_once_it_is_whole(folder):
+    assert folder.last_checkpoint() is None
+    written = folder.new_checkpoint()
+    (written / "weights").touch()
+    assert folder.last_checkpoint() is None
+    final = folder.keep_checkpoint(written, 7, {"progress": {"step": 7}}, keep=2)
+    assert folder.last_checkpoint() == final
+    assert folder.read_state(final) == {"progress": {"step": 7}}
+    assert (final / "weights").exists()
+    assert not written.exists()
+
+
+def test_what_a_killed_checkpoint_left_is_not_in_the_next_one(folder):
+    (folder.new_checkpoint() / "half").touch()
+    assert list(folder.new_checkpoint().iterdir()) == []
+
+
+def test_the_newest_checkpoints_are_kept(folder):
+    for step in (8, 9, 10, 100):
+        checkpoint(folder, step, keep=2)
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_000010", "step_000100"]
+    assert folder.last_checkpoint().name == "step_000100"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kill_at", range(9))
+def test_a_kill_during_a_checkpoint_of_the_same_step_loses_nothing(folder, monkeypatch, kill_at):
+    """A stop right after a checkpoint makes the same one again. Killed before any of its changes to the folder, there
+    is still a whole one to go on from."""
+    checkpoint(folder, 3, keep=1)
+    written = folder.new_checkpoint()
+    (written / "actor").mkdir()
+    (written / "actor" / "weights").write_text("of step 3")
+    operations = 0
+
+    def counted(operation):
+        def run(*args, **kwargs):
+            nonlocal operations
+            if operations == kill_at:
+                raise Killed
+            operations += 1
+            return operation(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "rmdir", "replace", "rename"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        with contextlib.suppress(Killed):
+            folder.keep_checkpoint(written, 3, {"progress": {"step": 3}}, keep=1)
+    last = folder.last_checkpoint()
+    assert last is not None
+    assert folder.read_state(last) == {"progress": {"step": 3}}
+    assert (last / "actor" / "weights").read_text() == "of step 3"
+    checkpoint(folder, 4, keep=1)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000004"]
+
+
+@pytest.mark.parametrize("content", [b"", pickle.dumps({"progress": {"step": 1}})[:-5], None])
+def test_a_checkpoint_that_cannot_be_read_is_said_in_one_line(folder, content):
+    final = checkpoint(folder, 1)
+    file = final / "controller.pickle"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(RunError, match=r"checkpoint .*step_000001 cannot be read"):
+        folder.read_state(final)
+
+
+def test_a_reader_of_a_file_written_atomically_sees_the_old_or_the_new(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            write_atomically(path, "new")
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    assert path.read_text() == "new"
+
+
+def test_summary(folder):
+    assert folder.read_summary() is None
+    folder.write_summary({"status": "completed", "eval": {"before": {"ci95": [0.1, 0.2]}}})
+    assert folder.read_summary()["eval"]["before"]["ci95"] == [0.1, 0.2]
