@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
-from .errors import ConfigError
+from .errors import ConfigError, DataError, did_you_mean
 from .learner import Learner, LearnerConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
@@ -272,9 +272,12 @@ def resolve(
         stages += [dict(stages[0]) for _ in range(len(of_stages) - len(stages))]
         stages = [merge(merge(stage, common), of) for stage, of in zip(stages, of_stages, strict=False)]
     known = set(StageConfig.model_fields)
-    for stage in stages:
-        if "env" not in stage and set(stage) <= known:
+    for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
+        if unknown := [key for key in stage if key not in known]:
+            raise ConfigError(f"unknown key {unknown[0]!r}.{did_you_mean(unknown[0], known | run_keys)}")
+        if "env" not in stage:
             raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+        validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
     config = validated(RunConfig, {**run, "stages": stages})
     for stage_config in config.stages:
         _complete_stage(stage_config)
@@ -301,6 +304,10 @@ def _model_settings(model: Any) -> dict[str, Any]:
 def _complete_stage(stage: StageConfig) -> None:
     """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
     spec = stage.make_spec()
+    for key in ("path", "test_path"):
+        path = stage.data.get(key)
+        if path is not None and not stage.env.name.startswith(("http://", "https://")) and not Path(path).exists():
+            raise DataError(f"data.{key}: there is no file {path}")
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
     smallest = learner_class.min_group_size

@@ -50,6 +50,7 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
         import torch
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise missing_package(error.name or "torch", "train", "making a model") from None
 
@@ -94,5 +95,6 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
     model.generation_config.eos_token_id = fast.eos_token_id
     model.generation_config.pad_token_id = fast.pad_token_id
     folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # ours is the only one
     model.save_pretrained(folder)
     fast.save_pretrained(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,29 +54,37 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
     if (final / "config.json").exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=final.parent))
+    _remove_abandoned(final.parent)
+    work = final.parent / f"{name}.{os.getpid()}.unfinished"
+    work.mkdir()
     try:
         fresh = work / "fresh"
         config = resolve({"model": str(fresh), "runtime": runtime, "name": name, "runs_dir": str(work)}, recipe=name)
         stage = config.stages[0]
         display.phase(f"making {name}: a tokenizer and random weights")
         async with stage.make_spec() as spec:
-            corpus = await text_of(spec, CORPUS_TASKS)
-        size = validated(FreshModelConfig, recipe["new_model"], f"recipe {name}: new_model")
-        make_fresh_model(fresh, size, corpus, config.seed)
-        folder = RunFolder(work / name)
-        folder.create()
-        async with started(config, stage, str(fresh), folder, display) as parts:
-            display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
-            await Trainer(config, stage, parts, folder, display).run()
-            await parts.workers["actor"].save(str(folder.model))
-            parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+            size = validated(FreshModelConfig, recipe["new_model"], f"recipe {name}: new_model")
+            make_fresh_model(fresh, size, await text_of(spec, CORPUS_TASKS), config.seed)
+            folder = RunFolder(work / name)
+            folder.create()
+            async with started(config, stage, spec, str(fresh), folder, display) as parts:
+                display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
+                await Trainer(config, stage, parts, folder, display).run()
+                await parts.workers["actor"].save(str(folder.model))
+                parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
         shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
         if not final.exists():
             os.replace(folder.model, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return final
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Delete what makers that were killed have left."""
+    for folder in cache.glob("*.unfinished"):
+        if not Path("/proc", folder.name.split(".")[-2]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def text_of(spec: EnvSpec, n_tasks: int) -> list[str]:

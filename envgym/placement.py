@@ -42,17 +42,16 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
 
 @asynccontextmanager
 async def started(
-    config: RunConfig, stage: StageConfig, model: str, folder: RunFolder, display: Display
+    config: RunConfig, stage: StageConfig, spec: EnvSpec, model: str, folder: RunFolder, display: Display
 ) -> AsyncIterator[Parts]:
-    """The parts of a stage, running; they are closed again on every way out. `model` is a folder or hub id."""
+    """The parts of a stage, running; they are closed again on every way out. `spec` is set up; `model` is a folder or
+    hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
     agent_class, agent_config = stage.agent_config()
     renderer = make_renderer(stage.render, load_tokenizer(model))
     agent = agent_class(renderer, agent_config)
     async with AsyncExitStack() as stack:
-        display.phase(f"setting up {stage.env.name}")
-        spec = await stack.enter_async_context(stage.make_spec())
         runtime = make_runtime(config, folder)
         stack.push_async_callback(runtime.close)
         engine, context = None, None

@@ -118,7 +118,7 @@ class Runner:
             async with deadline:
                 env = self.spec.make()
                 # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
-                seed = env_seed if self.agent.samples else derived_seed(env_seed, play.purpose, member)
+                seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
                 episode = await self.agent.run(env, task, sampler, seed=seed)
         except (WorkerDied, asyncio.CancelledError):
             raise  # the engine is gone, or the run is ending: no episode can go on

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import RunConfig, StageConfig, resolve
-from .errors import EnvgymError, RunError
+from .errors import RunError
 from .models import fetch_model
 from .placement import started
+from .report import PICTURE, plot
 from .run_folder import RunFolder, write_atomically
 from .trainer import Stopped, Trainer
 
@@ -41,7 +44,8 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
         RunFolder(folder).write_summary({**summary, "stages": folders})
-    display.finish({**summary, "run": str(folder)})
+    picture = stages[-1][0].path / PICTURE
+    display.finish({**summary, "run": str(folder)} | ({"picture": str(picture)} if picture.exists() else {}))
     return summary
 
 
@@ -50,7 +54,7 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
     if config.name is None:
         stage = config.stages[-1]
         names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
-        config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S")])
+        config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
     folder = Path(config.runs_dir) / config.name
     if resume:
         if not (folder / "config.yaml").is_file():
@@ -95,8 +99,12 @@ async def _run_stage(
     status = "failed"
     try:
         with interrupts:
-            model = model or await fetch_model(stage.model, config, display)
-            async with started(config, stage, model, folder, display) as parts:
+            display.phase(f"setting up {stage.env.name}")
+            async with AsyncExitStack() as stack:
+                # The environment first: a bad data file is told before anything long begins.
+                spec = await stack.enter_async_context(stage.make_spec())
+                model = model or await fetch_model(stage.model, config, display)
+                parts = await stack.enter_async_context(started(config, stage, spec, model, folder, display))
                 trainer = Trainer(config, stage, parts, folder, display)
                 checkpoint = folder.last_checkpoint()
                 folder.rewind(-1 if checkpoint is None else RunFolder.read_state(checkpoint)["progress"]["step"])
@@ -110,14 +118,16 @@ async def _run_stage(
         status = "completed"
     except Stopped:
         status = "stopped"
+        run = Path(config.runs_dir, config.name or "")
         kept = folder.last_checkpoint()
-        raise KeyboardInterrupt(f"checkpoint {kept} is kept; go on with: envgym train --resume {config.name}") from None
+        raise KeyboardInterrupt(f"checkpoint {kept} is kept; go on with: envgym train --resume {run}") from None
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
         raise
     finally:
         summary = _summary(config, trainer, status, time.monotonic() - began)
         folder.write_summary(summary)
+    plot(folder.path)
     return summary
 
 
@@ -170,6 +180,3 @@ class _Interrupts:
     def __exit__(self, *exc: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
-
-
-__all__ = ["EnvgymError", "resume_config", "train"]

@@ -40,12 +40,12 @@ def evaluate_policy(config: RunConfig, display: Display) -> dict[str, Any]:
 async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
     stage = config.stages[-1]
     began = time.monotonic()
-    model = await fetch_model(stage.model, config, display)
     folder.create()
-    agent_class, agent_config = stage.agent_config()
-    agent = agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
     async with AsyncExitStack() as stack:
         spec = await stack.enter_async_context(stage.make_spec())
+        model = await fetch_model(stage.model, config, display)
+        agent_class, agent_config = stage.agent_config()
+        agent = agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
         runtime = make_runtime(config, folder)
         stack.push_async_callback(runtime.close)
         engine, context = await start_engine(config, stage, model, runtime, display)
