@@ -1,0 +1,63 @@
+"""Deterministic mode: the same seed gives the same run, also through a kill and a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+SMALL = (
+    "train", "--env", "math_verify", "deterministic=true", "steps=8", "rollout.tasks=8", "rollout.group_size=4",
+    "eval.every=3", "eval.tasks=32", "checkpoint.every=2",
+)  # fmt: skip
+
+
+def lasting(folder: Path) -> list[dict[str, object]]:
+    """The metrics without times and rates."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    passing = ("seconds/", "tokens/per_second")
+    return [{name: value for name, value in record.items() if not name.startswith(passing)} for record in records]
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_same_seed_same_run_and_a_killed_one_ends_with_the_same_bytes(envgym, tmp_path, store):
+    runs = tmp_path / "runs"
+    envgym(*SMALL, "--name", "one")
+    envgym(*SMALL, "--name", "two")
+    assert lasting(runs / "one") == lasting(runs / "two")
+    assert weights(runs / "one") == weights(runs / "two")
+
+    kill_at = random.randint(2, 7)
+    killed = subprocess.Popen([str(ENVGYM), *SMALL, "--name", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    metrics = runs / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not metrics.exists() or metrics.read_text().count("\n") <= kill_at:
+        assert killed.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    envgym("train", "--resume", "killed")
+    assert lasting(runs / "killed") == lasting(runs / "one")
+    assert weights(runs / "killed") == weights(runs / "one")
+    store("repeatable", killed_after_step=kill_at, weights=weights(runs / "one"), steps=8)
+
+
+def test_another_seed_gives_another_run(envgym, tmp_path):
+    envgym(*SMALL, "--name", "one", "steps=2")
+    envgym(*SMALL, "--name", "two", "steps=2", "seed=1")
+    assert lasting(tmp_path / "runs" / "one") != lasting(tmp_path / "runs" / "two")
