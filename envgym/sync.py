@@ -31,7 +31,10 @@ class WeightSync:
 
         Raises `RunError` beyond the tolerance.
         """
-        path = weights.where() / f"envgym-{os.getpid()}-{id(self):x}.safetensors"
+        info = self.actor.info
+        n_bytes = info["n_parameters"] * (4 if info["dtype"] == "float32" else 2)
+        # Twice that: a tied head is written beside its embedding, and others need shared memory too.
+        path = weights.where(2 * n_bytes) / f"envgym-{os.getpid()}-{id(self):x}.safetensors"
         try:
             await self.actor.export(str(path))
             await self.engine.load_weights(str(path), version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def where() -> Path:
-    """The folder for files that live for one weight sync: memory where the machine has it, else a temporary folder."""
+def where(n_bytes: int) -> Path:
+    """The folder for a file of `n_bytes` that lives for one weight sync: memory where it has room (a container's
+    often has 64 MiB), else a temporary folder."""
     memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > n_bytes
+    return memory if fits else Path(tempfile.gettempdir())
 
 
 def write(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,3 +1,7 @@
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -24,6 +28,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_where_is_a_folder_that_can_be_written():
-    file = weights.where() / "envgym-test-where"
+    file = weights.where(0) / "envgym-test-where"
     file.touch()
     file.unlink()
+
+
+def test_a_small_shared_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    assert weights.where(2**30) == Path(tempfile.gettempdir())

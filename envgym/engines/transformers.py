@@ -74,8 +74,8 @@ class TransformersEngine:
     ) -> None:
         check_model_folder(model)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if dtype == "auto" and self._device.type == "cpu":
-            dtype = "float32"
+        if dtype == "auto":
+            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         try:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **dict(engine_args or {}))
         except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:

@@ -19,20 +19,22 @@ from envgym.engines.context import check_fits, max_new_tokens
 from envgym.errors import ConfigError, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.types import StopReason, VersionSpan
 
-OLDEST, TOO_NEW = (0, 24), (0, 34)
-"""The supported range: OLDEST <= vLLM < TOO_NEW."""
+OLDEST, TOO_NEW = (0, 32), (0, 34)
+"""The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
 
 LOOP_TURNS = 5
 """Turns of the event loop between two steps: to hand results over, write them out, read what came in answer and
 add it, so that the next turn of an episode joins the very next step. A turn costs some 10 microseconds."""
 
 CPU_CACHE_BYTES = 2 * 2**30
+GPU_SHARE = 0.5
+"""Of a device's memory, for weights and cache; the workers that learn share the device. vLLM's own is 0.92."""
 
 
 class VLLMEngine:
     """Implements `envgym.engines.base.Engine`.
 
-    dtype          `auto` (float32 on a CPU, else the model's own) or a torch dtype's name
+    dtype          `auto` (float32 on a CPU, bfloat16 elsewhere: what the workers take) or a torch dtype's name
     max_model_len  context length in tokens, prompt and answer together; None takes the model's
     deterministic  the same requests in the same order give the same bits: prompts are never cut into chunks and
                    no key or value computed for another request is used again
@@ -243,7 +245,7 @@ def _build(
     settings: dict[str, Any] = {
         "model": model,
         "runner": "generate",
-        "dtype": "float32" if cpu and dtype == "auto" else dtype,
+        "dtype": ("float32" if cpu else "bfloat16") if dtype == "auto" else dtype,
         "max_model_len": max_model_len,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
@@ -257,7 +259,9 @@ def _build(
     }
     if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False
-    if cpu and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    if not cpu:
+        settings["gpu_memory_utilization"] = GPU_SHARE
+    elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     settings |= engine_args
     if cpu and settings["enforce_eager"]:
