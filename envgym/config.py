@@ -1,13 +1,14 @@
 """A run's settings: typed, validated without heavy imports, the same from YAML, the command line and Python.
 
-Settings come in layers, later ones win: the recipe, the model's own settings, a config file, `key=value` words.
+Settings come in layers, later ones win: the recipe, the model's own settings, what the recipe says of one stage in
+particular, a config file, `key=value` words.
 A key outside `stages` holds for every stage. What results is saved in the run folder as `config.yaml` and,
 given back with `--config`, makes the same run.
 """
 
 from __future__ import annotations
 
-import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +23,10 @@ from .learner import Learner, LearnerConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
 from .workers.config import WorkersConfig
+
+DEFAULT_AGENT = "single_turn"
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
+"""What YAML takes for text, though people mean a number."""
 
 
 class Section(BaseModel):
@@ -123,7 +128,7 @@ class StageConfig(Section):
 
     env: ComponentField
     """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
-    agent: ComponentField = Component(name="single_turn")
+    agent: ComponentField = Component(name=DEFAULT_AGENT)
     """Agent, and its own settings."""
     learner: ComponentField
     """Learner, and its own settings (`learner.lr`)."""
@@ -208,6 +213,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         if key in ("env", "agent", "learner"):
             value, old = _name_alone(value), _name_alone(result.get(key) or {})
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
             changes_name = "name" in value and "name" in old and value["name"] != old["name"]
             result[key] = value if changes_name else {**old, **value}
         elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
@@ -218,26 +225,21 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_words(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words, dotted for nested keys, as a nested mapping. Values are read as YAML."""
+    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are read as YAML."""
     result: dict[str, Any] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, equals, text = word.partition("=")
         if not equals or not key or key.startswith("-"):
             raise ConfigError(f"{word!r} is not a key=value setting")
-        parts = key.split(".")
-        target = result
-        for part in parts[:-1]:
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
-                raise ConfigError(f"{word!r}: {part!r} already has a value")
         try:
-            parsed = yaml.safe_load(value)
+            value = yaml.safe_load(text)
         except yaml.YAMLError:
-            parsed = value
-        if isinstance(parsed, str):
-            with contextlib.suppress(ValueError):  # then it is text
-                parsed = float(parsed)  # YAML takes 1e-5 for text
-        target[parts[-1]] = parsed
+            value = text
+        if isinstance(value, str) and NUMBER.fullmatch(value):
+            value = float(value)
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        result = merge(result, value)
     return result
 
 
@@ -252,25 +254,24 @@ def resolve(
     own = dict(settings or {})
     from_file = read_yaml(Path(file)) if file is not None else {}
     recipe = recipe or own.get("recipe") or from_file.get("recipe") or DEFAULT_RECIPE
-    layers = [load_recipe(recipe)]
-    complete = "stages" in from_file  # a saved config holds everything; the recipe below it must not add stages
-    if complete:
-        layers = []
-    if not complete:
-        layers.append(_model_settings(merge(from_file, own).get("model", DEFAULT_MODEL)))
-    layers += [from_file, own]
+    layers = [from_file, own]
+    if "stages" not in from_file:  # a saved config holds everything: neither recipe nor model may add to it
+        of_recipe = load_recipe(recipe)
+        model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
+        of_stages = {"stages": of_recipe.pop("stages", [])}
+        layers = [of_recipe, _model_settings(model), of_stages, *layers]
 
     run_keys = set(RunConfig.model_fields) - {"stages"}
     run: dict[str, Any] = {"recipe": recipe}
-    stages: list[dict[str, Any]] = [{}]
+    stages: list[dict[str, Any]] = [{"agent": DEFAULT_AGENT}]
     for layer in layers:
         run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
         common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
-        of_stages = layer.get("stages") or [{}] * len(stages)
-        if not isinstance(of_stages, list) or not all(isinstance(stage, Mapping) for stage in of_stages):
+        each = layer.get("stages") or [{}] * len(stages)
+        if not isinstance(each, list) or not all(isinstance(stage, Mapping) for stage in each):
             raise ConfigError("key 'stages' is a list of settings, one for each stage")
-        stages += [dict(stages[0]) for _ in range(len(of_stages) - len(stages))]
-        stages = [merge(merge(stage, common), of) for stage, of in zip(stages, of_stages, strict=False)]
+        stages += [dict(stages[0]) for _ in range(len(each) - len(stages))]
+        stages = [merge(merge(stage, common), of) for stage, of in zip(stages, each, strict=False)]
     known = set(StageConfig.model_fields)
     for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
         if unknown := [key for key in stage if key not in known]:

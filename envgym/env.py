@@ -266,12 +266,16 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel]) ->
     """One line for the first problem pydantic found; an unknown key names its nearest neighbour."""
     from .errors import did_you_mean
 
-    first = error.errors()[0]
+    problems = error.errors()
+    # A key that is unknown is often the misspelt one of another that is missing.
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}.{did_you_mean(where.rsplit('.', 1)[-1], known_keys(model, first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"key {where!r} is required"
+    if first["type"] in ("model_type", "dict_type"):
+        return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
     return f"key {where!r}: {first['msg'].lower().removeprefix('value error, ')}, got {first['input']!r:.60}"
 
 

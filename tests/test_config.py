@@ -1,0 +1,308 @@
+"""A run's settings: which layer wins, what is refused and how that is said, and that a saved config is the same run."""
+
+import textwrap
+
+import pytest
+import yaml
+
+from envgym.config import RolloutConfig, RunConfig, merge, parse_words, resolve
+from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound
+
+ENV = {"env": "math_verify"}
+
+
+def of_words(*words, **options):
+    return resolve(merge(ENV, parse_words(words)), **options)
+
+
+def stage_of(*words, **options):
+    [stage] = of_words(*words, **options).stages
+    return stage
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of its own, on a model that is a plain folder, so that no model's settings come in between."""
+    return str(
+        write(
+            tmp_path / "recipe.yaml",
+            """
+            model: ./some-model
+            learner: {name: grpo, lr: 1.0e-3, clip_low: 0.1}
+            steps: 5
+            rollout: {tasks: 4, group_size: 2}
+            """,
+        )
+    )
+
+
+# -- layers -----------------------------------------------------------------------------------------------
+
+
+def test_words_win_over_the_file_and_the_file_over_the_recipe(recipe, tmp_path):
+    file = write(tmp_path / "run.yaml", "seed: 7\nsteps: 6\nlearner: {clip_low: 0.2}\nrollout: {tasks: 8}")
+    config = of_words("rollout.tasks=16", recipe=recipe, file=file)
+    [stage] = config.stages
+    assert (config.seed, stage.steps, stage.rollout.tasks, stage.rollout.group_size) == (7, 6, 16, 2)
+    assert (stage.learner.settings["lr"], stage.learner.settings["clip_low"]) == (1e-3, 0.2)
+    assert (stage.model, config.recipe) == ("./some-model", recipe)
+
+
+def test_a_model_that_a_recipe_makes_brings_settings_between_recipe_and_file(tmp_path):
+    made, plain = stage_of(), stage_of("model=./some-model")
+    assert made.learner.settings["lr"] != plain.learner.settings["lr"]
+    file = write(tmp_path / "run.yaml", "learner: {lr: 0.5}")
+    assert stage_of(file=file).learner.settings["lr"] == 0.5
+    assert stage_of("learner.lr=0.25", file=file).learner.settings["lr"] == 0.25
+
+
+def test_the_recipes_own_model_decides_whose_settings_come_in(recipe):
+    assert stage_of(recipe=recipe).rollout.max_tokens == RolloutConfig().max_tokens
+    assert stage_of("model=starter", recipe=recipe).rollout.max_tokens == stage_of().rollout.max_tokens
+
+
+def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path):
+    recipe = write(
+        tmp_path / "two.yaml",
+        """
+        steps: 5
+        stages:
+          - {agent: replay, learner: {name: sft, lr: 1.0e-2}, steps: 300}
+          - {learner: grpo}
+        """,
+    )
+    first, second = resolve(ENV, recipe=str(recipe)).stages
+    assert (first.agent.name, first.learner.name, first.learner.settings["lr"], first.steps) == (
+        "replay",
+        "sft",
+        0.01,
+        300,
+    )
+    assert (second.agent.name, second.learner.name) == ("single_turn", "grpo")
+    assert second.steps == stage_of().steps  # what the model says, as nothing nearer does
+    assert all(stage.env.name == "math_verify" for stage in (first, second))
+
+
+def test_a_word_holds_for_every_stage(tmp_path):
+    recipe = write(tmp_path / "two.yaml", "learner: sft\nagent: replay\nstages: [{steps: 3}, {steps: 4}]")
+    stages = resolve({**ENV, "steps": 9, "learner": {"lr": 0.125}}, recipe=str(recipe)).stages
+    assert [(stage.steps, stage.learner.settings["lr"]) for stage in stages] == [(9, 0.125)] * 2
+
+
+def test_another_component_drops_the_settings_of_the_old_one(recipe):
+    """A clip range means nothing to a learner that has none, and another learner's rate may be far off."""
+    stage = stage_of("learner=sft", recipe=recipe)
+    assert stage.learner.name == "sft"
+    assert "clip_low" not in stage.learner.settings
+    assert stage.learner.settings["lr"] == 1e-6  # the default
+
+
+def test_settings_beside_the_same_name_are_kept(recipe):
+    assert stage_of("learner=grpo", "learner.clip_high=0.3", recipe=recipe).learner.settings["clip_low"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ({"learner": "a"}, {"learner": {"lr": 1}}, {"learner": {"name": "a", "lr": 1}}),
+        ({"learner": {"name": "a", "lr": 1}}, {"learner": "a"}, {"learner": {"name": "a", "lr": 1}}),
+        ({"learner": {"name": "a", "lr": 1}}, {"learner": "b"}, {"learner": {"name": "b"}}),
+        ({"learner": {"lr": 1}}, {"learner": "b"}, {"learner": {"name": "b", "lr": 1}}),
+        ({"rollout": {"a": 1, "b": 2}}, {"rollout": {"b": 3}}, {"rollout": {"a": 1, "b": 3}}),
+        ({"betas": [1, 2]}, {"betas": [3]}, {"betas": [3]}),
+    ],
+)
+def test_merge(base, over, merged):
+    assert merge(base, over) == merged
+
+
+def test_merge_leaves_what_it_was_given_alone():
+    base, over = {"rollout": {"a": 1}, "env": {"name": "x"}}, {"rollout": {"b": 2}, "env": {"size": 3}}
+    merge(base, over)
+    assert (base, over) == ({"rollout": {"a": 1}, "env": {"name": "x"}}, {"rollout": {"b": 2}, "env": {"size": 3}})
+
+
+# -- words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("-2.5E+3", -2500.0),
+        ("1.e2", 100.0),
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("null", None),
+        ("[0.9, 0.98]", [0.9, 0.98]),
+        ("{a: 1}", {"a": 1}),
+        ("plain text", "plain text"),
+        ("a=b", "a=b"),
+        ("", None),
+        ("nan", "nan"),  # text: someone's field may have that name
+        ("infinity", "infinity"),
+        ("[", "["),  # not YAML, so it is what it says
+    ],
+)
+def test_a_words_value_is_yaml(text, value):
+    parsed = parse_words([f"key={text}"])["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_dots_nest():
+    assert parse_words(["a.b.c=1", "a.d=2", "e=3"]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
+
+
+@pytest.mark.parametrize("word", ["steps", "=3", "--steps=3", "-x=1"])
+def test_a_word_that_is_no_setting_is_refused(word):
+    with pytest.raises(ConfigError, match="is not a key=value setting"):
+        parse_words([word])
+
+
+@pytest.mark.parametrize("words", [["learner=sft", "learner.lr=1"], ["learner.lr=1", "learner=sft"]])
+def test_a_name_and_settings_may_come_in_either_order(words):
+    learner = merge({"learner": "grpo"}, parse_words(words))["learner"]
+    assert learner == {"name": "sft", "lr": 1}
+
+
+def test_later_words_win():
+    assert parse_words(["steps=1", "rollout.tasks=1", "rollout.tasks=2", "steps=2"]) == {
+        "steps": 2,
+        "rollout": {"tasks": 2},
+    }
+
+
+# -- what is refused, and how -----------------------------------------------------------------------------
+
+REFUSED = {
+    # an unknown key names its neighbour, at every level
+    "stpes=3": "unknown key 'stpes'. Did you mean 'steps'?",
+    "sead=3": "unknown key 'sead'. Did you mean 'seed'?",
+    "rollout.task=3": "unknown key 'rollout.task'. Did you mean 'tasks'?",
+    "engine.kin=vllm": "unknown key 'engine.kin'. Did you mean 'kind'?",
+    "workers.zero=2": "unknown key 'workers.zero'. Did you mean 'zero_stage'?",
+    "eval.sample=2": "unknown key 'eval.sample'. Did you mean 'samples'?",
+    "checkpoint.evry=2": "unknown key 'checkpoint.evry'. Did you mean 'every'?",
+    "sync.tolerence=1": "unknown key 'sync.tolerence'. Did you mean 'tolerance'?",
+    "learner.lrr=1": "learner grpo: unknown key 'lrr'. Did you mean 'lr'?",
+    "learner.clip_hihg=1": "learner grpo: unknown key 'clip_hihg'. Did you mean 'clip_high'?",
+    "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
+    "agent.turns=1": "agent single_turn: unknown key 'turns'.",
+    "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
+    # a value of the wrong kind or size says what was given
+    "steps=-1": "key 'steps': input should be greater than or equal to 1, got -1",
+    "steps=many": "key 'steps': input should be a valid integer, unable to parse string as an integer, got 'many'",
+    "learner.lr=fast": "learner grpo: key 'lr': input should be a valid number",
+    "learner.lr=.nan": "learner grpo: key 'lr': input should be",
+    "learner.aggregation=words": "learner grpo: key 'aggregation': input should be 'token', 'sequence' or 'constant'",
+    "rollout.temperature=0": "key 'rollout.temperature': input should be greater than 0, got 0",
+    "engine.kind=sglang": "key 'engine.kind': input should be 'auto', 'vllm' or 'transformers', got 'sglang'",
+    "rollout=3": "key 'rollout' holds keys of its own (rollout.…), not 3",
+    "engine.args=3": "key 'engine.args' holds keys of its own",
+    "name=a/b": "key 'name'",
+    "stages=3": "key 'stages' is a list of settings",
+    # names that nothing is registered under
+    "env=math_verfy": "there is no environment 'math_verfy'. Did you mean 'math_verify'?",
+    "learner=gpro": "there is no learner 'gpro'. Did you mean 'grpo'?",
+    "agent=single_tun": "there is no agent 'single_tun'. Did you mean 'single_turn'?",
+    "agent=3": "key 'agent' is a name, or a name and settings, not 3",
+    # settings that contradict each other, files that are not there
+    "rollout.group_size=1": "the episodes of one task: rollout.group_size must be at least 2, not 1",
+    "data.path=none.jsonl": "there is no file none.jsonl",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_a_mistake_is_one_line_that_says_what_to_do(word):
+    with pytest.raises(EnvgymError) as refused:
+        of_words(word)
+    assert isinstance(refused.value, ConfigError | NameNotFound | DataError)
+    assert REFUSED[word] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_environment_is_asked_for():
+    with pytest.raises(ConfigError, match=r"which environment\? Give one with --env"):
+        resolve({})
+
+
+def test_a_mistake_in_one_of_several_stages_names_the_stage(tmp_path):
+    recipe = write(tmp_path / "two.yaml", "stages: [{learner: grpo}, {learner: grpo, rollout: {tasks: 0}}]")
+    with pytest.raises(ConfigError, match=r"stage 2: key 'rollout.tasks'"):
+        resolve(ENV, recipe=str(recipe))
+
+
+def test_a_learner_of_single_episodes_takes_groups_of_one():
+    assert stage_of("learner=sft", "rollout.group_size=1").rollout.group_size == 1
+
+
+def test_a_replay_has_no_groups_to_compare():
+    assert stage_of("agent=replay", "rollout.group_size=1").agent.name == "replay"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", r"bad.yaml:1: not valid YAML"),
+        ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
+        ("rollout:\n  tsaks: 1", r"unknown key 'rollout.tsaks'. Did you mean 'tasks'\?"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(ENV, file=write(tmp_path / "bad.yaml", text))
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert resolve(ENV, file=write(tmp_path / "empty.yaml", "")) == resolve(ENV)
+
+
+# -- the saved config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["seed=3", "learner.lr=1e-5", "rollout.top_p=0.9", "env.digits=3", "engine.args.swap_space=2"],
+        ["learner=sft", "agent=replay", "name=first", "render=text", "sync.tolerance=0.01"],
+    ],
+)
+def test_a_saved_config_is_the_same_run(tmp_path, words):
+    config = of_words(*words)
+    file = write(tmp_path / "config.yaml", config.to_yaml())
+    assert resolve(file=file) == config
+    assert resolve(file=file).to_yaml() == config.to_yaml()
+
+
+def test_a_saved_config_of_several_stages_is_the_same_run_without_its_recipe(recipe, tmp_path):
+    two = write(tmp_path / "two.yaml", "steps: 3\nstages: [{learner: sft, agent: replay}, {learner: grpo}]")
+    config = resolve(ENV, recipe=str(two))
+    file = write(tmp_path / "config.yaml", config.to_yaml())
+    two.unlink()  # a run is resumed from anywhere, whatever became of the file it was made from
+    assert resolve(file=file) == config
+
+
+def test_a_saved_config_has_every_key_written_out():
+    saved = yaml.safe_load(of_words().to_yaml())
+    assert set(saved) == set(RunConfig.model_fields)
+    assert {"lr", "clip_low", "kl_coef", "aggregation"} <= set(saved["stages"][0]["learner"])
+
+
+def test_words_change_a_saved_config(tmp_path):
+    file = write(tmp_path / "config.yaml", of_words("steps=3").to_yaml())
+    [stage] = resolve(parse_words(["steps=4", "learner.lr=0.5"]), file=file).stages
+    assert (stage.steps, stage.learner.settings["lr"]) == (4, 0.5)
+
+
+def test_the_same_settings_from_python_are_the_same_run():
+    assert of_words("seed=1", "rollout.tasks=3", "learner.lr=1e-5") == resolve(
+        {**ENV, "seed": 1, "rollout": {"tasks": 3}, "learner": {"lr": 1e-5}}
+    )
