@@ -57,3 +57,41 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
+
+
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
+    "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""What mistral_common's version 3 says of a conversation, as text for its SentencePiece vocabulary."""
+
+
+@pytest.fixture(scope="session")
+def tekken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a real byte-level byte-pair tokenizer (131 thousand tokens) and its own chat template."""
+    import mistral_common
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    folder = tmp_path_factory.mktemp("tekken")
+    data = Path(mistral_common.__file__).parent / "data"
+    convert_tekken_tokenizer(str(data / "tekken_240911.json")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a real SentencePiece byte-pair tokenizer (33 thousand tokens), which writes spaces as tokens' own
+    beginnings, and a chat template."""
+    import shutil
+
+    import mistral_common
+    from transformers import LlamaTokenizer
+
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    data = Path(mistral_common.__file__).parent / "data"
+    shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")
+    tokenizer = LlamaTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.model").unlink()
+    return folder
