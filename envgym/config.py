@@ -85,7 +85,7 @@ class EngineConfig(Section):
     kind: Literal["auto", "vllm", "transformers"] = "auto"
     """`auto` is vLLM where it is installed, else the transformers fallback, and says so."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is float32 on a CPU and bfloat16 on an accelerator."""
+    """`auto` is the workers' (`workers.dtype`): float32 on a CPU and bfloat16 on an accelerator by default."""
     max_model_len: int | None = Field(None, ge=2)
     """Context length in tokens; by default the model's own, at most 32768."""
     args: dict[str, Any] = {}

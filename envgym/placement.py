@@ -91,7 +91,8 @@ async def start_engine(
     display.phase("starting the engine")
     arguments: dict[str, Any] = {
         "model": model,
-        "dtype": stage.engine.dtype,
+        # Sampler and trainer must be the same policy, so the engine follows the workers unless told otherwise.
+        "dtype": stage.engine.dtype if stage.engine.dtype != "auto" else stage.workers.dtype,
         "max_model_len": stage.engine.max_model_len,
         "seed": config.seed,
         "deterministic": config.deterministic,

@@ -25,11 +25,16 @@ class Renderer(ABC):
         self.tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
+        self._last: tuple[Observation | None, list[int]] = (None, [])
+
     def prompt(self, observation: Observation) -> list[int]:
         """Token ids of an episode's first observation, up to where the policy's turn begins."""
-        if observation.text is not None:
-            return self._encode(observation.text)
-        return self._messages(observation.messages)
+        # The members of a group start one after the other, from the same observation.
+        if self._last[0] != observation:
+            text = observation.text
+            rendered = self._messages(observation.messages) if text is None else self._encode(text)
+            self._last = (observation, rendered)
+        return list(self._last[1])
 
     @abstractmethod
     def _messages(self, messages: tuple[Message, ...]) -> list[int]: ...

@@ -60,7 +60,7 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raises `WorkerError` where the request can never fit the context."""
+        """Sample one turn. Raises `PromptTooLong` where the prompt fills the context."""
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:

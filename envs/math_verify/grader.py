@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import selectors
 import subprocess
@@ -26,11 +27,15 @@ from .answers import looks_costly
 
 START_SECONDS = 60.0
 CACHE_SIZE = 4096
+PATIENCE = 3
+"""Deadlines that a costly answer may wait for its turn: hundreds of hostile ones hold a step up for so long, not
+for a deadline each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the answer is right; `failure` says that grading it ran out of time or killed the process twice."""
+    """Whether the answer is right; `failure` says that grading it ran out of time, or never had its
+    turn behind others that did, or killed the process twice."""
 
     correct: bool
     failure: Literal["", "timeout", "crash"] = ""
@@ -62,7 +67,8 @@ class Grader:
         if key not in self._verdicts:
             costly = looks_costly(answer)
             executor = self._costly if costly else self._quick
-            self._verdicts[key] = executor.submit(self._grade, answer, gold, niceness=10 if costly else 0)
+            give_up = time.monotonic() + PATIENCE * self._timeout if costly else math.inf
+            self._verdicts[key] = executor.submit(self._grade, answer, gold, 10 if costly else 0, give_up)
             if len(self._verdicts) > CACHE_SIZE:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
@@ -80,7 +86,7 @@ class Grader:
         except WorkerError:
             self._verdicts.pop(key, None)
             raise
-        if verdict.failure == "crash":
+        if verdict.failure:
             self._verdicts.pop(key, None)
         return verdict
 
@@ -99,8 +105,10 @@ class Grader:
         for worker in workers:
             worker.close()
 
-    def _grade(self, answer: str, gold: str, *, niceness: int) -> Verdict:
+    def _grade(self, answer: str, gold: str, niceness: int, give_up: float) -> Verdict:
         """Runs in a thread of the pool. A process that dies is replaced, and its answer tried once more."""
+        if time.monotonic() > give_up:
+            return Verdict(False, "timeout")
         for _ in range(2):
             worker = getattr(self._own, "worker", None) or self._start(niceness)
             try:
