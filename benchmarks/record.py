@@ -65,16 +65,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
 
-def fill_docs(name: str, text: str) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in `docs/benchmarks.md`.
+def fill_docs(name: str, text: str, page: Path = PAGE) -> None:
+    """Replace what stands between `<!-- NAME -->` and `<!-- /NAME -->` in `page`.
 
     Raises:
         SystemExit: the page does not hold the two markers exactly once.
     """
-    page = PAGE.read_text()
+    written = page.read_text()
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if page.count(begin) != 1 or page.count(end) != 1:
-        raise SystemExit(f"{PAGE}: {begin} and {end} must each stand there once")
-    before, rest = page.split(begin)
+    if written.count(begin) != 1 or written.count(end) != 1:
+        raise SystemExit(f"{page}: {begin} and {end} must each stand there once")
+    before, rest = written.split(begin)
     _, after = rest.split(end)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")

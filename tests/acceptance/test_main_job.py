@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_starter_learns_sums(seed, envgym, summary, store):
+def test_the_starter_learns_sums(seed, envgym, summary, store, tmp_path):
     envgym("train", "--env", "math_verify", "--name", "main", f"seed={seed}")
     result = summary("main")
     before, after = result["eval"]["before"], result["eval"]["after"]
@@ -24,6 +28,8 @@ def test_the_starter_learns_sums(seed, envgym, summary, store):
         seconds=result["seconds"],
         max_abs_logprob=result["mismatch"]["max_abs_logprob"],
     )
+    if seed == 0:  # the picture that docs/starter.md shows
+        shutil.copy(tmp_path / "runs" / "main" / "curve.png", RESULTS / "main_job.png")
     assert before["n_tasks"] == after["n_tasks"] == 512
     assert before["score"] <= 0.5
     assert after["score"] >= 0.9
