@@ -1,0 +1,175 @@
+"""The whole program once, with the real parts: vLLM samples, DeepSpeed learns, and what a run leaves can be used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+STEPS, TASKS, MEMBERS = 2, 4, 4
+
+LETTERS = '''
+import envgym
+
+class Letters(envgym.Env):
+    """Pays the share of characters that are lower-case letters: a reward that random weights earn some of."""
+
+    async def reset(self, *, seed=None, options=None):
+        return [{"role": "user", "content": f"Say something about {self.rng.randint(1, 99)}."}], {}
+
+    async def step(self, action):
+        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
+        return None, share, True, False, {"score": share, "metrics": {"characters": len(action.text)}}
+'''
+
+
+def program(folder: Path, *words: Any) -> str:
+    """Run envgym in `folder`; returns what it printed."""
+    done = subprocess.run(
+        [ENVGYM, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert done.stderr == ""
+    return done.stdout
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, and what the program printed."""
+
+    folder: Path
+    printed: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return content
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
+    folder = tmp_path_factory.mktemp("end_to_end")
+    (folder / "letters.py").write_text(LETTERS)
+    printed = program(
+        folder, "train", "--env", "letters.py", "--model", tiny_model, "--name", "first", "learner.lr=1e-3",
+        f"steps={STEPS}", f"rollout.tasks={TASKS}", f"rollout.group_size={MEMBERS}", "rollout.max_tokens=12",
+        "eval.tasks=8",
+    )  # fmt: skip
+    return Run(folder / "runs" / "first", printed)
+
+
+def test_what_a_run_prints_says_how_it_went_and_what_to_type_next(run):
+    assert "step 2/2" in run.printed
+    for name in ("completed: 2 steps", "held-out", "runs/first", "curve.png", "envgym eval"):
+        assert name in run.printed
+
+
+def test_summary_is_the_contract_with_scripts(run):
+    summary = run.summary
+    assert (summary["status"], summary["seed"], summary["steps"], summary["failures"]) == ("completed", 0, STEPS, {})
+    for when in ("before", "after"):
+        evaluation = summary["eval"][when]
+        low, high = evaluation["ci95"]
+        assert low <= evaluation["score"] <= high
+        assert evaluation["n_tasks"] == 8
+    assert {"total", "rollout", "learn", "sync", "eval"} <= set(summary["seconds"])
+    assert summary["seconds"]["total"] >= sum(summary["seconds"][name] for name in ("rollout", "learn", "sync", "eval"))
+    assert summary["tokens"]["sampled"] == summary["tokens"]["trained"] > 0
+    assert 0 < summary["mismatch"]["max_abs_logprob"] < 1e-4
+
+
+def test_metrics_have_a_line_a_step(run):
+    before, *steps = run.metrics
+    assert before["step"] == 0
+    assert "eval/score" in before
+    assert [record["step"] for record in steps] == [1, 2]
+    for record in steps:
+        assert {"reward/mean", "score/mean", "loss", "lr", "env/characters"} <= set(record)
+        assert record["grad_norm"] > 0
+        assert record["mismatch/max"] < 1e-4
+        assert record["sync/max_abs"] < 1e-4
+    assert steps[-1]["eval/score"] == run.summary["eval"]["after"]["score"]
+
+
+def test_rollouts_hold_exactly_what_was_sampled(run, tiny_model):
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for step, record in enumerate(run.metrics[1:], 1):
+        episodes = pq.read_table(run.folder / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        assert len({episode["id"] for episode in episodes}) == len(episodes) == TASKS * MEMBERS
+        assert len({episode["group"] for episode in episodes}) == TASKS
+        sampled = 0
+        for episode in episodes:
+            [row] = episode["rows"]
+            prompt, action = row["segments"]
+            assert (prompt["role"], action["role"]) == ("prompt", "action")
+            assert set(prompt["weights"]) == {0.0}
+            assert prompt["logprobs"] is None
+            assert set(action["weights"]) == {1.0}
+            assert len(action["logprobs"]) == len(action["weights"]) == len(action["token_ids"])
+            assert all(logprob < 0 for logprob in action["logprobs"])
+            assert action["versions"] == [{"version": step - 1, "start": 0, "end": len(action["token_ids"])}]
+            question, answer = episode["messages"]
+            assert question["text"] in tokenizer.decode(prompt["token_ids"])
+            assert answer["text"] == tokenizer.decode(action["token_ids"], skip_special_tokens=True)
+            assert episode["status"] in ("completed", "truncated")
+            sampled += len(action["token_ids"])
+        assert sampled == record["tokens/sampled"]
+        mean = sum(episode["reward"] for episode in episodes) / len(episodes)
+        assert record["reward/mean"] == pytest.approx(mean)
+
+
+def test_the_run_folder_holds_the_rest(run, tiny_model, monkeypatch):
+    from safetensors.torch import load_file
+
+    from envgym.config import resolve
+
+    monkeypatch.chdir(run.folder.parents[1])
+    config = resolve(file=run.folder / "config.yaml")
+    assert config.to_yaml() == (run.folder / "config.yaml").read_text()
+    assert (run.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (run.folder / "logs").iterdir()} == {"engine.log", "actor-0.log"}
+    [checkpoint] = (run.folder / "checkpoints").iterdir()
+    assert checkpoint.name == "step_000002"
+    start, end = load_file(tiny_model / "model.safetensors"), load_file(run.folder / "model" / "model.safetensors")
+    assert start.keys() == end.keys()
+    assert any((start[name] != end[name]).any() for name in start)
+
+
+def test_a_finished_run_is_told_again_and_not_trained_again(run):
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()}
+    assert "completed: 2 steps" in program(run.folder.parents[1], "train", "--resume", "first")
+    assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_trained_policy_is_evaluated(run):
+    printed = program(
+        run.folder.parents[1], "eval", "--config", "runs/first/config.yaml", "--model", "runs/first",
+        "eval.tasks=6", "eval.greedy=false",
+    )  # fmt: skip
+    assert "6 tasks, 6 episodes" in printed
+
+
+def test_demonstrations_are_learned_without_an_engine(tmp_path, tiny_model):
+    program(
+        tmp_path, "train", "--env", "math_verify", "--model", tiny_model, "--name", "taught", "agent=replay",
+        "--learner", "sft", "learner.lr=1e-2", "steps=2", "rollout.tasks=8", "eval.tasks=8",
+    )  # fmt: skip
+    run = Run(tmp_path / "runs" / "taught", "")
+    assert {path.name for path in (run.folder / "logs").iterdir()} == {"actor-0.log"}
+    assert list((run.folder / "rollouts").iterdir()) == []  # they would only copy the data
+    assert run.summary["eval"]["after"]["eval/loss"] < run.summary["eval"]["before"]["eval/loss"]
+    assert run.summary["tokens"] == {"sampled": 0, "trained": run.summary["tokens"]["trained"]}
+    assert run.summary["tokens"]["trained"] > 0
