@@ -1,0 +1,218 @@
+"""The direction of imports, what may be imported at module level, and that the core knows nobody's name.
+
+All but the last tests read the sources, so that an import inside a function counts as well.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from envgym.recipes import recipe_names
+
+ROOT = Path(__file__).parents[1]
+LINKED = ("envs", "agents", "learners")
+HEAVY = {
+    "accelerate", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "pyarrow", "ray", "safetensors", "tokenizers",
+    "torch", "transformers", "vllm",
+}  # fmt: skip
+ALLOWED = {
+    "envs": {"envgym.types", "envgym.env", "envgym.errors", "envgym.tasks"},
+    "agents": {"envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env"},
+    "learners": {"envgym.types", "envgym.learner"},
+}
+RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
+"""Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
+
+
+def sources(folder):
+    """The Python files of a folder; those behind the three links belong to where they lead."""
+    for parent, folders, files in os.walk(ROOT / folder):
+        folders[:] = [name for name in folders if not Path(parent, name).is_symlink()]
+        yield from (Path(parent, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def module_of(path):
+    """`envgym.…` of a file, also where it lies in one of the linked folders."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "envgym" else ("envgym", *parts))
+
+
+def imported(statement, path):
+    """The absolute names of the modules (or of what is taken out of them) that an import statement names."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    package = module_of(path).removesuffix(".__init__").split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    base = package[: len(package) - statement.level + 1] if statement.level else []
+    start = ".".join([*base, *([statement.module] if statement.module else [])])
+    return [f"{start}.{alias.name}" for alias in statement.names]
+
+
+def imports(path, *, at_module_level=False):
+    """(line, absolute name) of everything a file imports; at module level, what importing it runs."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    statements = _run_on_import(tree.body) if at_module_level else ast.walk(tree)
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from ((statement.lineno, name) for name in imported(statement, path))
+
+
+def _run_on_import(body):
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            yield from _run_on_import(statement.orelse)
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _run_on_import(getattr(statement, field, []))
+            for handler in getattr(statement, "handlers", []):
+                yield from _run_on_import(handler.body)
+
+
+def within(name, module):
+    return name == module or name.startswith(f"{module}.")
+
+
+def test_the_reader_of_imports_sees_them_all():
+    """A layering test that overlooks an import is worse than none."""
+    here = ROOT / "envgym" / "engines" / "base.py"
+    text = "from ..types import Task\nfrom . import client\nimport torch.nn as nn\nfrom envgym.learners import grpo"
+    found = [name for statement in ast.parse(text).body for name in imported(statement, here)]
+    assert found == ["envgym.types.Task", "envgym.engines.client", "torch.nn", "envgym.learners.grpo"]
+    package = ROOT / "learners" / "__init__.py"
+    assert imported(ast.parse("from .kl import x").body[0], package) == ["envgym.learners.kl.x"]
+    assert len(list(sources("envgym"))) > 40
+    assert not any(set(path.relative_to(ROOT / "envgym").parts) & set(LINKED) for path in sources("envgym"))
+
+
+def test_the_core_imports_nothing_from_envs_agents_and_learners():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources("envgym")
+        for line, name in imports(path)
+        if any(within(name, f"envgym.{folder}") or within(name, folder) for folder in LINKED)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_each_folder_imports_only_what_is_below_it(folder):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(folder)
+        for line, name in imports(path)
+        if within(name, "envgym") and not any(within(name, module) for module in ALLOWED[folder] | {f"envgym.{folder}"})
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ["envgym", *LINKED])
+def test_nothing_heavy_is_imported_at_module_level_outside_workers(folder):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(folder)
+        if not str(path.relative_to(ROOT)).startswith(RUN_IN_WORKERS)
+        for line, name in imports(path, at_module_level=True)
+        if name.partition(".")[0] in HEAVY
+    ]
+    assert wrong == []
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def known_names():
+    """What learners, environments and recipes that ship with envgym are called, without versions."""
+    groups = [entry_points(group=f"envgym.{kind}") for kind in ("envs", "learners")]
+    ours = [entry for group in groups for entry in group if entry.value.startswith("envgym.")]
+    return {re.sub(r"-v\d+$", "", entry.name) for entry in ours} | set(recipe_names())
+
+
+def words_with_a_name(source, names, *, examples):
+    """(line, word) of each identifier and string literal of a source that holds one of `names` as a word.
+
+    Docstrings and comments may name whom they like. With `examples`, so may text for people: a string of several
+    words, which nothing can be compared with.
+    """
+    pattern = re.compile(rf"(?<![a-z0-9])({'|'.join(map(re.escape, names))})(?![a-z0-9])", re.IGNORECASE)
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name", "arg", "asname", "module", "value"):
+            word = getattr(node, field, None)
+            if not isinstance(word, str) or id(node) in prose or not pattern.search(word):
+                continue
+            if not (examples and field == "value" and len(word.split()) > 1):
+                yield getattr(node, "lineno", 0), word
+
+
+def test_names_of_ours_are_known():
+    assert {"math_verify", "grpo", "sft", "starter"} <= known_names()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("x = learner == 'grpo'", ["grpo"]),
+        ("x = {'math_verify-v0': 1}", ["math_verify-v0"]),
+        ("grpo_eps = 1", ["grpo_eps"]),
+        ("class GRPO: pass", ["GRPO"]),
+        ("f(sft=1)", ["sft"]),
+        ("x = f'{y}/grpo.yaml'", ["/grpo.yaml"]),
+        ("import math_verify", ["math_verify"]),
+        ("from x.grpo import y", ["x.grpo"]),
+        ("'''A docstring on grpo.'''\n# sft\nx = 'shift softer starters'", []),
+        ("x = 'for example: envgym train --env math_verify'", []),
+    ],
+)
+def test_what_counts_as_a_name(source, found):
+    assert [word for _, word in words_with_a_name(source, known_names(), examples=True)] == found
+
+
+def test_the_core_knows_nobodys_name():
+    """Help may show names in examples; nothing else in envgym/ outside the recipes may hold one."""
+    names = known_names()
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} says {word!r}"
+        for path in sources("envgym")
+        if path.parent.name != "recipes"
+        for line, word in words_with_a_name(path.read_text(encoding="utf-8"), names, examples=path.parent.name == "cli")
+    ]
+    assert wrong == []
+
+
+# -- one copy of every class ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_the_linked_folders_have_one_import_name(folder):
+    assert os.readlink(ROOT / "envgym" / folder) == f"../{folder}"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert f"ImportError: import envgym.{folder}, not {folder}" in result.stderr
+
+
+def test_every_component_is_configured_without_a_heavy_import():
+    """Settings are validated, and their keys suggested, where torch is not installed or would take seconds."""
+    program = f"""
+import sys
+from envgym import registry
+from importlib.metadata import entry_points
+for name in registry.list_ids():
+    registry.spec(name)
+for kind in ("learner", "agent"):
+    for entry in entry_points(group=f"envgym.{{kind}}s"):
+        registry.load_component(kind, entry.name).Config.model_json_schema()
+import envgym.config, envgym.env, envgym.render, envgym.rollout, envgym.remote.client, envgym.workers.local
+print(*sorted({HEAVY!r} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "\n"
