@@ -30,7 +30,7 @@ class SingleTurn(Agent):
                     versions=generation.versions,
                 ),
             ],
-            temperature=engine.sampling.temperature,
+            temperature=(observation.sampling or {}).get("temperature", engine.sampling.temperature),
         )
         return await finish_turn(env, task, observation, action, row)
 

@@ -1,0 +1,82 @@
+"""The single-turn agent: how a turn ends, what it is worth, and what is written down."""
+
+import asyncio
+
+import pytest
+
+from envgym import Env, EnvSpec
+from envgym.agent import AgentConfig
+from envgym.agents.single_turn import SingleTurn
+from envgym.engines.base import Generation, SamplingParams
+from envgym.render import load_tokenizer, make_renderer
+from envgym.sampler import EpisodeSampler
+from envgym.types import Message, Observation, Status, StopReason, Task, VersionSpan
+
+
+def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=StopReason.STOP):
+    """One episode; returns it and the requests that the engine saw."""
+    renderer = make_renderer("auto", load_tokenizer(str(tiny_model)))
+    answer = (*renderer.answer("the answer is 46"),)
+    requests = []
+
+    class Asks(Env):
+        async def reset(self, *, seed=None, options=None):
+            return observation or [Message.of("user", "12 + 34?")], {}
+
+        async def step(self, action):
+            assert (action.text, action.token_ids, action.stop_reason) == ("the answer is 46", answer, stop)
+            return result
+
+    class Engine:
+        async def generate(self, request):
+            requests.append(request)
+            return Generation(answer, (-0.5,) * len(answer), stop, (VersionSpan(3, 0, len(answer)),))
+
+    async def main():
+        sampler = EpisodeSampler(Engine(), "e", SamplingParams(max_tokens=9, temperature=0.8), 512)
+        env = EnvSpec("Asks-v0", Asks).make()
+        return await SingleTurn(renderer, AgentConfig()).run(env, Task("t"), sampler, seed=0)
+
+    return asyncio.run(main()), requests
+
+
+def test_an_answered_question(tiny_model):
+    episode, [request] = play(tiny_model, ("", 0.5, True, False, {"metrics": {"boxed": 1}}))
+    [row] = episode.rows
+    assert episode.outcome.status is Status.COMPLETED
+    assert (episode.reward, episode.score, episode.metrics) == (0.5, 0.5, {"boxed": 1.0})
+    assert [message.text for message in episode.messages] == ["12 + 34?", "the answer is 46"]
+    assert row.token_ids[: len(request.token_ids)] == list(request.token_ids)
+    assert row.segments[1].versions == (VersionSpan(3, 0, len(row.segments[1].token_ids)),)
+    assert row.temperature == 0.8
+
+
+@pytest.mark.parametrize(
+    ("stop", "terminated", "status", "reason"),
+    [
+        (StopReason.STOP, True, Status.COMPLETED, ""),
+        (StopReason.LENGTH, True, Status.TRUNCATED, "length"),
+        (StopReason.STOP, False, Status.TRUNCATED, "turns"),  # the environment would go on
+    ],
+)
+def test_how_it_ended(tiny_model, stop, terminated, status, reason):
+    episode, _ = play(tiny_model, ("more?", 0.0, terminated, False, {}), stop=stop)
+    assert (episode.outcome.status, episode.outcome.reason) == (status, reason)
+    assert episode.rows[0].turns[0].stop_reason is stop
+
+
+@pytest.mark.parametrize(
+    ("reward", "info", "score"),
+    [(0.25, {}, 0.25), (3.0, {}, None), (-1.0, {}, None), (None, {}, None), (3.0, {"score": 1}, 1.0)],
+)
+def test_score_is_the_environments_or_a_reward_between_0_and_1(tiny_model, reward, info, score):
+    episode, _ = play(tiny_model, ("", reward, True, False, info))
+    assert (episode.reward, episode.score) == (reward, score)
+
+
+def test_an_environments_sampling_holds_for_the_turn_and_is_what_its_log_probabilities_are_of(tiny_model):
+    """A trainer that scored the turn at another temperature would compare two different distributions."""
+    observation = Observation(messages=(Message.of("user", "?"),), sampling={"temperature": 0.5, "max_tokens": 2})
+    episode, [request] = play(tiny_model, observation=observation)
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 2)
+    assert episode.rows[0].temperature == 0.5
