@@ -81,6 +81,8 @@ class ModelWorker:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
+            # Off, or every step fills DeepSpeed's reduce buckets of 2 GB, which small models hardly touch: seconds.
+            torch.utils.deterministic.fill_uninitialized_memory = False
 
     # -- life ---------------------------------------------------------------------------------------------
 
