@@ -117,8 +117,8 @@ def test_state_goes_through_a_file_and_is_a_picture_of_its_moment():
     buffer = Buffer(2, needs_reward=True)
     buffer.add([group("a", 1.0, 0.0), group("b", 1.0, TIMEOUT), group("c", 0.0, 0.0)])
     state = buffer.state()
+    buffer.add([group("x", 1.0, 1.0), group("y", BROKEN, BROKEN)])  # what comes later is not in the picture
     buffer.take(2)
-    buffer.add([group("x", BROKEN, BROKEN)])  # what comes later is not in the picture
     restored = Buffer(2, needs_reward=True)
     restored.load_state(pickle.loads(pickle.dumps(state)))
     assert (restored.failures, restored.dropped_groups) == ({"timeout": 1}, 1)

@@ -104,7 +104,7 @@ def outcomes(groups):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("concurrency", [1, 4, 100])
+@pytest.mark.parametrize("concurrency", [1, 5, 100])
 def test_groups_come_in_the_order_of_tasks_with_all_their_members(world, deterministic, concurrency):
     groups = play(make_spec(world), size=4, concurrency=concurrency, deterministic=deterministic)
     assert [group.task for group in groups] == TASKS
@@ -281,17 +281,48 @@ def test_a_close_that_fails_or_hangs_changes_nothing(world):
     assert [episode.reward for episode in groups[0].episodes] == [1.0, 1.0]
 
 
-def test_the_engines_death_ends_the_rollout_once_every_environment_is_closed(world):
-    """The others are still closing (which may take a moment) when the death is known."""
+class Stuck(OneToken):
+    """Answers nobody; the last of `n` requests finds it dead, where it `dies`."""
 
-    async def a_moment():
-        await asyncio.sleep(0.01)
+    def __init__(self, n, dies):
+        super().__init__()
+        self.n, self.dies = n, dies
+        self.all_asked = asyncio.Event()
+
+    async def generate(self, request):
+        self.requests.append(request)
+        if len(self.requests) == self.n:
+            self.all_asked.set()
+            if self.dies:
+                raise WorkerDied("engine: killed")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_closed(world, deterministic, dies):
+    """Some take longer to close than others."""
+
+    async def some_turns_of_the_loop():
+        for _ in range(3 * world.closed):
+            await asyncio.sleep(0)
         world.finished_closing += 1
 
-    world.on_close = a_moment
-    with pytest.raises(WorkerDied, match="killed"):
-        play(make_spec(world), engine=OneToken({"00001:001": WorkerDied("engine: killed")}), size=2)
-    assert world.finished_closing == world.made == 6
+    world.on_close = some_turns_of_the_loop
+
+    async def main():
+        engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig()
+        spec = make_spec(world)
+        runner = Runner(spec, agent, engine, config, max_model_len=64, seed=0, deterministic=deterministic)
+        playing = asyncio.ensure_future(runner.play(TASKS, Play("p", SAMPLING, 2)))
+        await engine.all_asked.wait()
+        if not dies:
+            playing.cancel()
+        with pytest.raises(WorkerDied if dies else asyncio.CancelledError):
+            await playing
+        assert world.finished_closing == world.made == 6
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 # -- environments that judge a group ----------------------------------------------------------------------

@@ -69,6 +69,11 @@ def test_prompts_are_not_taught(sft):
         assert row.weights.tolist() == [0, 0, 1, 1, 1]
 
 
+def test_episodes_are_units_of_their_own(sft):
+    """So that a step can be cut into micro-batches and mini-batches between any two of them."""
+    assert [(row.unit, row.episode) for row in sft.prepare(groups(3, 1, 2))] == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_weights_of_tokens_count(sft):
     """A token of weight 1/2 counts half in the sum and half in what it is divided by."""
     [group] = groups(2)
