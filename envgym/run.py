@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
         if not (folder / "config.yaml").is_file():
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
         return folder
+    _remove_stillborn(folder)
     if folder.exists():
         raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
     try:
@@ -68,6 +70,13 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
     write_atomically(folder / "config.yaml", config.to_yaml())
     return folder
+
+
+def _remove_stillborn(folder: Path) -> None:
+    """Delete the folder of a run that ended before its first step: nothing in it is worth a name."""
+    summary = RunFolder(folder).read_summary()
+    if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
+        shutil.rmtree(folder)
 
 
 def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
@@ -106,6 +115,7 @@ async def _run_stage(
                 model = model or await fetch_model(stage.model, config, display)
                 parts = await stack.enter_async_context(started(config, stage, spec, model, folder, display))
                 trainer = Trainer(config, stage, parts, folder, display)
+                trainer.began = began
                 checkpoint = folder.last_checkpoint()
                 folder.rewind(-1 if checkpoint is None else RunFolder.read_state(checkpoint)["progress"]["step"])
                 if checkpoint is not None:
@@ -125,13 +135,13 @@ async def _run_stage(
         status = "stopped"
         raise
     finally:
-        summary = _summary(config, trainer, status, time.monotonic() - began)
+        summary = _summary(config, trainer, status, began)
         folder.write_summary(summary)
     plot(folder.path)
     return summary
 
 
-def _summary(config: RunConfig, trainer: Trainer | None, status: str, seconds: float) -> dict[str, Any]:
+def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: float) -> dict[str, Any]:
     progress = trainer.progress if trainer else None
     spent = progress.seconds if progress else {}
     return {
@@ -140,7 +150,7 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, seconds: f
         "steps": progress.step if progress else 0,
         "eval": progress.evals if progress else {},
         "seconds": {
-            "total": spent.get("total", 0.0) + seconds,
+            "total": time.monotonic() - (trainer.began if trainer else began),
             **{phase: spent.get(phase, 0.0) for phase in ("rollout", "learn", "sync", "eval")},
         },
         "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},

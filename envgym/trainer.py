@@ -82,6 +82,7 @@ class Trainer:
         self.display = display
         self.stop = asyncio.Event()
         self.progress = Progress()
+        self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
         samples = parts.runner.agent.samples
         self.group_size = stage.rollout.group_size if samples else 1
         self.cursor = TaskCursor(parts.runner.spec.tasks("train"), run.seed)
@@ -252,6 +253,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The controller's share of a checkpoint, as of now."""
+        self.progress.seconds["total"] = time.monotonic() - self.began
         return {"progress": asdict(self.progress), "cursor": self.cursor.state(), "buffer": self.buffer.state()}
 
     async def checkpoint(self, state: dict[str, Any]) -> Path:
@@ -266,6 +268,7 @@ class Trainer:
         """Go back to where `checkpoint` was made."""
         state = self.folder.read_state(checkpoint)
         self.progress = Progress(**state["progress"])
+        self.began -= self.progress.seconds["total"]
         self.cursor.load_state(state["cursor"])
         self.buffer.load_state(state["buffer"])
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
