@@ -90,7 +90,7 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sentencepiece")
     data = Path(mistral_common.__file__).parent / "data"
     shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")
-    tokenizer = LlamaTokenizer.from_pretrained(folder)
+    tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)  # as the models' own do by default
     tokenizer.chat_template = MISTRAL_TEMPLATE
     tokenizer.save_pretrained(folder)
     (folder / "tokenizer.model").unlink()

@@ -64,6 +64,7 @@ def test_a_prompt_is_what_the_template_tokenizes_to(real):
 
 
 def test_a_prompt_begins_with_one_beginning_token(real):
+    """Though a template writes it and one of the two tokenizers puts it before whatever it encodes."""
     renderer, _ = real
     prompt = renderer.prompt(observed(CONVERSATION))
     assert prompt[0] == renderer.tokenizer.bos_token_id
