@@ -16,6 +16,7 @@ from .errors import missing_package
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
 PADDING = "<|endoftext|>"
+ROPE_THETA = 100.0
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -31,6 +32,8 @@ class FreshModelConfig(BaseModel):
 
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
+    intermediate_size: int = Field(256, ge=8)
+    """Width of the feed-forward layers."""
     layers: int = Field(2, ge=1)
     """Transformer blocks."""
     heads: int = Field(4, ge=1)
@@ -80,11 +83,15 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
         Qwen3Config(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=4 * config.hidden_size,
+            intermediate_size=config.intermediate_size,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.heads,
             head_dim=config.hidden_size // config.heads,
+            # Both halve the steps a small model needs: weights that start at the scale of its width, and rotations
+            # that tell apart places a few tokens away rather than thousands.
+            initializer_range=0.7 / config.hidden_size**0.5,
+            rope_theta=ROPE_THETA,
             max_position_embeddings=config.max_model_len,
             tie_word_embeddings=True,
             bos_token_id=None,
