@@ -113,7 +113,7 @@ class LearnerConfig(BaseModel):
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up: stay, or fall to `lr_min_ratio` of the peak by the last step."""
+    """What the learning rate does after warm-up: stay, or fall to `lr_min_ratio` of the peak by the end of the run."""
     lr_min_ratio: float = Field(0.1, ge=0, le=1)
     """The share of the peak learning rate that a falling schedule ends at."""
     warmup_steps: int = Field(0, ge=0)

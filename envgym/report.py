@@ -32,6 +32,8 @@ def duration(seconds: float) -> str:
 def score(evaluation: Evaluation) -> str:
     """`0.912 [0.885, 0.934]`: the mean and its 95% interval; the measurements of recorded episodes have names."""
     if "score" in evaluation:
+        if evaluation["score"] is None:
+            return "no episode was scored"
         low, high = evaluation["ci95"]
         return f"{evaluation['score']:.3f} [{low:.3f}, {high:.3f}]"
     return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluation.items() if "/" in name)
@@ -124,7 +126,7 @@ def centred_mean(values: Sequence[float]) -> list[float]:
 
 
 def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    measured = [record for record in records if "eval/score" in record]
+    measured = [record for record in records if record.get("eval/score") is not None]
     if not measured:
         return
     steps = [record["step"] for record in measured]

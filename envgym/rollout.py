@@ -87,7 +87,7 @@ class Runner:
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
-            await self._judge(group)
+        await asyncio.gather(*(self._judge(group) for group in groups))
         return groups
 
     async def _with_retries(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:

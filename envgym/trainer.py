@@ -196,7 +196,8 @@ class Trainer:
             if role == "actor" and self.parts.sync is not None:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
                 progress.max_mismatch = max(progress.max_mismatch, metrics.get("mismatch/max", 0.0))
-                self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
+                if self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k:  # else they differ by the cut
+                    self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
             metrics |= await worker.step(lr)
             prefix = "" if role == "actor" else f"{role}/"
             progress.record = {f"{prefix}{name}": value for name, value in metrics.items()} | progress.record

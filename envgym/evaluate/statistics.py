@@ -18,6 +18,9 @@ class Mean:
     n: int
 
     def as_dict(self) -> dict[str, object]:
+        """For JSON, which knows no NaN: None stands for what there is no number for."""
+        if self.n == 0:
+            return {"score": None, "ci95": None, "n_tasks": 0}
         return {"score": self.score, "ci95": [self.low, self.high], "n_tasks": self.n}
 
 
