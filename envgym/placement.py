@@ -13,6 +13,7 @@ from .engines import choose_engine
 from .engines.base import Engine, SamplingParams
 from .engines.client import EngineClient
 from .env import EnvSpec
+from .errors import ConfigError
 from .render import load_tokenizer, make_renderer
 from .rollout import Runner
 from .run_folder import RunFolder
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
     """Where the run's workers live: processes of this machine, Ray, or the controller itself with `debug`."""
     if config.debug:
+        if any(stage.workers.ranks > 1 for stage in config.stages):
+            raise ConfigError("debug=true runs every worker inside the controller, one rank: set workers.ranks=1")
         from .workers.inline import InlineRuntime
 
         return InlineRuntime()
