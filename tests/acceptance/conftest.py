@@ -22,7 +22,7 @@ ENVGYM = Path(sys.executable).with_name("envgym")
 Envgym = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture()
+@pytest.fixture
 def envgym(tmp_path: Path) -> Envgym:
     """Run the program in an empty folder; fails the test when it ends with another status than `status`."""
 
@@ -36,13 +36,13 @@ def envgym(tmp_path: Path) -> Envgym:
     return run
 
 
-@pytest.fixture()
+@pytest.fixture
 def summary(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     """The summary of a run in the test's folder."""
     return lambda name: json.loads((tmp_path / "runs" / name / "summary.json").read_text())
 
 
-@pytest.fixture()
+@pytest.fixture
 def store() -> Callable[..., None]:
     """Write an item's figures to `tests/results/ITEM.json`, with the commit, the date and the conditions."""
 
