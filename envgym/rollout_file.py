@@ -12,7 +12,7 @@ from .types import Episode, Row
 
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
-    """Write episodes to `path` in one rename. Columns: see `docs/run-folder.md`."""
+    """Write episodes to `path` in one rename. `schema` below names the columns."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

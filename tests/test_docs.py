@@ -1,0 +1,165 @@
+"""The pages of the documentation do what they say: commands run, code works, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import envgym
+
+ROOT = Path(__file__).parents[1]
+ENVGYM = Path(sys.executable).with_name("envgym")
+PAGES = {
+    path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+}
+LONG = {"train", "eval", "model"}
+"""Commands that sample or train: minutes."""
+SHORTER = {
+    "train": ["steps=1", "rollout.tasks=4", "rollout.group_size=2", "eval.tasks=4"],
+    "eval": ["eval.tasks=4"],
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command on a page, without comments."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def ours(page: str) -> list[list[str]]:
+    """The commands of envgym on a page, without `envgym` itself."""
+    return [words[1:] for words in commands(page) if words[0] == "envgym"]
+
+
+def write_files(page: str, folder: Path) -> list[str]:
+    """Make the files that the page shows, and return its other Python blocks. A first line names the file."""
+    code = []
+    for block in blocks(page, "python"):
+        if name := re.match(r"# (\S+\.py)\n", block):
+            (folder / name.group(1)).write_text(block)
+        else:
+            code.append(block)
+    [row] = [json.loads(block) for block in blocks("math_verify.md", "json")]
+    rows = [{**row, "question": f"{row['question']} ({number})"} for number in range(40)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return code
+
+
+def run(folder: Path, words: list[str], timeout: float) -> str:
+    done = subprocess.run([ENVGYM, *words], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@contextmanager
+def served(page: str, folder: Path) -> Iterator[str]:
+    """Run what the page serves; gives the port that stands for its port 8000."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    servers = [
+        subprocess.Popen(
+            [ENVGYM, *(port if word == "8000" else word for word in words)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for words in ours(page)
+        if words[0] == "serve"
+    ]
+    try:
+        for server in servers:
+            assert port in server.stdout.readline()
+        yield port
+    finally:
+        for server in servers:
+            server.terminate()
+            server.communicate(timeout=20)
+
+
+def test_every_command_is_of_a_program_that_is_there():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for words in commands(page):
+            if words[0] == "make":  # CI runs them
+                assert words[1] in targets
+            else:
+                assert words[0] in ("envgym", ".venv/bin/pre-commit")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=" ".join(words))
+        for page in PAGES
+        for words in ours(page)
+        if words[0] not in LONG | {"serve"}
+    ],
+)
+def test_a_quick_command(words, tmp_path):
+    run(tmp_path, words, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(words[0] in LONG for words in ours(page))])
+def test_the_long_commands_of_a_page_run_in_a_short_form(page, tmp_path, tiny_model):
+    write_files(page, tmp_path)
+    long = [words for words in ours(page) if words[0] in LONG]
+    for name in sorted(set(re.findall(r"\bruns/(\w+)", str(long))) - set(re.findall(r"--name', '(\w+)", str(long)))):
+        long.insert(0, ["train", "--env", "math_verify", "--name", name])  # a run that the page takes for granted
+    with served(page, tmp_path) as port:
+        for words in long:
+            words = [word.replace(":8000", f":{port}").replace("path/or/hub-id", str(tiny_model)) for word in words]
+            run(tmp_path, words + ([] if "--resume" in words else SHORTER.get(words[0], [])), 600)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_runs(page, tmp_path, monkeypatch):
+    code = write_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path in tmp_path.glob("*.py"):
+        envgym.make(path.name)
+    with served(page, tmp_path) as port:
+        asyncio.run(execute(code, port))
+
+
+async def execute(code: list[str], port: str) -> None:
+    """Run blocks of a page one after the other; they may await, and know each other's names."""
+    names = {"envgym": envgym}
+    for block in code:
+        program = compile(block.replace(":8000", f":{port}"), "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(program, names)
+        if inspect.isawaitable(result):
+            await result
+
+
+def test_toml_is_toml():
+    for page in PAGES:
+        for block in blocks(page, "toml"):
+            assert tomllib.loads(block)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]):
+        if not target.startswith(("http://", "https://")):
+            assert (folder / target).exists(), target
