@@ -100,6 +100,8 @@ class Trainer:
                     boundary = self.state()
                 if self.progress.step >= self.stage.steps:
                     return
+                if self.stop.is_set():
+                    raise Stopped
                 await self.take_step()
                 boundary = self.state()
         except Stopped:
@@ -134,8 +136,6 @@ class Trainer:
         self.progress.recorded = True
         if step and (step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)):
             await self.checkpoint(self.state())
-        if self.stop.is_set() and step < stage.steps:
-            raise Stopped
 
     async def roll_out(self) -> list[Group]:
         """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""

@@ -351,9 +351,9 @@ def wait_for(condition, seconds=120.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["sampling", "learning"])
-def test_ctrl_c_keeps_a_checkpoint_says_how_to_go_on_and_leaves_no_process(tmp_path, tiny_model, run, moment):
+def test_ctrl_c_keeps_a_checkpoint_leaves_no_process_and_can_be_resumed(tmp_path, tiny_model, run, moment):
     mark = f"ENVGYM_TEST_MARK={tmp_path}"
-    words = ["steps=1000", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0"]
+    words = ["steps=50", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=16", "eval.every=0"]
     folder = tmp_path / "runs" / "first"
     with open(tmp_path / "stdout", "w") as stdout:
         program = subprocess.Popen(
@@ -381,3 +381,26 @@ def test_ctrl_c_keeps_a_checkpoint_says_how_to_go_on_and_leaves_no_process(tmp_p
     assert kept.name in last
     wait_for(lambda: not family(mark), 10)
     assert re.search(r"^first +stopped +\d", run("runs").stdout, re.MULTILINE)
+    done = subprocess.run(
+        [ENVGYM, "train", "--resume", "first"], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [*range(51)]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_run_starts_ends_it_at_once(tmp_path, tiny_model):
+    program = subprocess.Popen(
+        [ENVGYM, "train", "--env", "math_verify", "--model", tiny_model, "--name", "first"],
+        cwd=tmp_path,
+        env={**os.environ, "ENVGYM_TEST_MARK": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for((tmp_path / "runs" / "first" / "logs" / "engine.log").exists)
+    program.send_signal(signal.SIGINT)
+    _, stderr = program.communicate(timeout=30)
+    assert program.returncode == 130
+    assert stderr == "envgym: interrupted: run first was stopped before its first step\n"
+    wait_for(lambda: not family(f"ENVGYM_TEST_MARK={tmp_path}"), 10)
