@@ -15,8 +15,8 @@ from .env import EnvSpec
 from .errors import ConfigError
 from .fresh_model import FreshModelConfig, make_fresh_model
 from .placement import started
-from .recipes import load_recipe, makes_model
-from .run_folder import RunFolder
+from .recipes import load_recipe, makes_model, read_yaml
+from .run_folder import RunFolder, stage_folders
 from .sampler import derived_seed
 from .trainer import Trainer
 from .types import Message, as_messages
@@ -34,10 +34,22 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
         return str(await make_model(name, display, runtime=config.runtime))
     path = Path(name)
     if path.is_dir():
-        return str(path / "model" if not (path / "config.json").exists() and (path / "model").is_dir() else path)
+        return str(path if (path / "config.json").exists() else policy_of_run(path))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {name} does not exist")
+    display.phase(f"looking for {name} on the Hugging Face hub (there is no such folder here)")
     return name
+
+
+def policy_of_run(folder: Path) -> Path:
+    """The model folder that a run left, or its last stage; `folder` itself where it is no run's."""
+    if not (folder / "config.yaml").exists():
+        return folder
+    config = RunConfig.model_validate(read_yaml(folder / "config.yaml"))
+    model = stage_folders(folder, config)[-1].model
+    if not (model / "config.json").exists():
+        raise ConfigError(f"run {folder} has not ended, so it has left no policy: envgym train --resume {folder}")
+    return model
 
 
 def cache_folder() -> Path:

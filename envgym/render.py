@@ -6,6 +6,7 @@ policy sampled is never rendered again: its token ids are kept as the engine ret
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -83,6 +84,7 @@ def load_tokenizer(model: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise missing_package("transformers", "train", "rendering prompts") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry; the line below says all
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:

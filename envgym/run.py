@@ -17,7 +17,7 @@ from .errors import RunError
 from .models import fetch_model
 from .placement import started
 from .report import PICTURE, plot
-from .run_folder import RunFolder, write_atomically
+from .run_folder import RunFolder, stage_folders, write_atomically
 from .trainer import Stopped, Trainer
 
 if TYPE_CHECKING:
@@ -77,13 +77,6 @@ def _remove_stillborn(folder: Path) -> None:
     summary = RunFolder(folder).read_summary()
     if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
         shutil.rmtree(folder)
-
-
-def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
-    """A run of one stage is its folder; of several, each stage has a numbered sub-folder."""
-    if len(config.stages) == 1:
-        return [RunFolder(folder)]
-    return [RunFolder(folder / f"{index}-{stage.learner.name}") for index, stage in enumerate(config.stages, 1)]
 
 
 def resume_config(name_or_path: str, runs_dir: str) -> RunConfig:

@@ -8,9 +8,12 @@ import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import RunError
+
+if TYPE_CHECKING:
+    from .config import RunConfig
 
 
 class RunFolder:
@@ -114,6 +117,14 @@ class RunFolder:
                 f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before"
             ) from None
         return state
+
+
+def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
+    """A run of one stage is its folder; of several, each stage has a numbered sub-folder."""
+    if len(config.stages) == 1:
+        return [RunFolder(folder)]
+    names = [Path(stage.learner.name.partition(":")[0]).stem for stage in config.stages]
+    return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config import RunConfig
+from envgym.config import DEFAULT_AGENT, Component, RunConfig
 from envgym.models import fetch_model
 from envgym.placement import make_runner, make_runtime, sampling_of, start_engine
 from envgym.render import load_tokenizer, make_renderer
@@ -44,6 +44,8 @@ async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> d
     async with AsyncExitStack() as stack:
         spec = await stack.enter_async_context(stage.make_spec())
         model = await fetch_model(stage.model, config, display)
+        if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
+            stage.agent = Component(name=DEFAULT_AGENT)
         agent_class, agent_config = stage.agent_config()
         agent = agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
         runtime = make_runtime(config, folder)

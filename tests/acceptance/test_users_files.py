@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,19 @@ def test_the_starter_is_evaluated(envgym, store):
     assert "512 tasks, 512 episodes" in printed
     assert 0.1 < score_of(printed) <= 0.5
     store("eval_starter", score=score_of(printed))
+
+
+@pytest.mark.parametrize(
+    "words", [("--recipe", "sft_grpo"), ("--learner", "sft", "agent=replay")], ids=["stages", "demonstrations"]
+)
+def test_what_a_run_says_to_type_next_evaluates_its_policy(words, envgym, tiny_model):
+    printed = envgym(
+        "train", "--env", "math_verify", "--model", str(tiny_model), "--name", "own", *words, "steps=1",
+        "rollout.max_tokens=8", *SMALL,
+    ).stdout  # fmt: skip
+    program, *following = shlex.split(re.search(r"^next +(.+)$", printed, re.MULTILINE).group(1))
+    assert program == "envgym"
+    assert "16 tasks, 16 episodes" in envgym(*following).stdout
 
 
 def score_of(printed: str) -> float:
