@@ -173,6 +173,8 @@ class EnvSpec:
 
     async def ensure_setup(self) -> None:
         """Run `setup` once, however many ask for it at the same time."""
+        if self._is_set_up:
+            return
         if self._setup_lock is None:
             self._setup_lock = asyncio.Lock()
         async with self._setup_lock:
