@@ -2,6 +2,9 @@
 
 Without a cluster (no `RAY_ADDRESS`) a local Ray is started, and ended with the runtime. Each worker is an asynchronous
 actor: coroutine methods overlap, plain ones run one after the other, as in the local runtime.
+
+After a SIGKILL of the controller a local Ray and all actors are gone within seconds; two idle agents of Ray's own
+take a minute.
 """
 
 from __future__ import annotations
