@@ -3,8 +3,7 @@
 Without a cluster (no `RAY_ADDRESS`) a local Ray is started, and ended with the runtime. Each worker is an asynchronous
 actor: coroutine methods overlap, plain ones run one after the other, as in the local runtime.
 
-After a SIGKILL of the controller a local Ray and all actors are gone within seconds; two idle agents of Ray's own
-take a minute.
+After a SIGKILL of the controller a guard process ends the local Ray and all actors.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import inspect
 import logging
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from typing import Any
 from envgym import errors
 from envgym.errors import WorkerDied, WorkerError, missing_package
 
+from . import guard
 from .child import describe_error, load_target
 
 START_TIMEOUT = 600.0
@@ -137,6 +138,7 @@ class RayRuntime:
         self._gpus_per_worker = gpus_per_worker
         self._workers: list[RayWorker] = []
         self._ours = False
+        self._guard: subprocess.Popen[bytes] | None = None
 
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
@@ -168,6 +170,10 @@ class RayRuntime:
         if self._ours:
             self._ray().shutdown()
             self._ours = False
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate()
+            self._guard = None
 
     def _ray(self) -> Any:
         """The `ray` module, connected."""
@@ -177,8 +183,11 @@ class RayRuntime:
             raise missing_package("ray", "ray", "runtime=ray") from None
         if not ray.is_initialized():
             local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
+            before = guard.children().get(os.getpid(), set())
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **local)
             self._ours = True
+            if local:
+                self._guard = guard.start(guard.children().get(os.getpid(), set()) - before)
         return ray
 
 
