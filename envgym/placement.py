@@ -51,9 +51,8 @@ async def started(
     hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
-    agent_class, agent_config = stage.agent_config()
-    renderer = make_renderer(stage.render, load_tokenizer(model))
-    agent = agent_class(renderer, agent_config)
+    agent = make_agent(stage, model)
+    renderer = agent.renderer
     async with AsyncExitStack() as stack:
         runtime = make_runtime(config, folder)
         stack.push_async_callback(runtime.close)
@@ -105,6 +104,12 @@ async def start_engine(
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
     engine = await EngineClient.start(runtime, target, arguments, environ)
     return engine, (await engine.info()).max_model_len
+
+
+def make_agent(stage: StageConfig, model: str) -> Agent:
+    """The stage's agent, rendering for `model`."""
+    agent_class, agent_config = stage.agent_config()
+    return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
 
 
 def make_runner(

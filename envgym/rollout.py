@@ -7,6 +7,7 @@ never counts as a reward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -53,27 +54,30 @@ class Runner:
         self.deterministic = deterministic
 
     async def play(
-        self, tasks: Sequence[Task], play: Play, on_episode: Callable[[], None] | None = None
+        self, tasks: Sequence[Task], play: Play, on_progress: Callable[[int, int], None] | None = None
     ) -> list[Group]:
         """Play every task `group_size` times and return the groups in the order of `tasks`.
 
         All members of a group get the same environment seed, and so the same problem. Failed episodes are in
-        the groups, with their outcome.
+        the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many.
         """
+        done, total = 0, len(tasks) * play.group_size
         slots = asyncio.Semaphore(self.config.concurrency)
         waves = None
         if self.deterministic and self.engine is not None:
-            waves = Waves(self.engine, len(tasks) * play.group_size, self.config.concurrency)
+            waves = Waves(self.engine, total, self.config.concurrency)
 
         async def one(group: Group, member: int) -> Episode:
+            nonlocal done
             async with slots:
                 try:
                     episode = await self._with_retries(group, member, play, waves)
                 finally:
                     if waves is not None:
                         waves.leave()
-                if on_episode is not None:
-                    on_episode()
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, total)
                 return episode
 
         groups = [Group(f"{play.purpose}/{index:05d}", task, []) for index, task in enumerate(tasks)]
@@ -148,11 +152,9 @@ class Runner:
         )
 
     async def _close(self, env: CheckedEnv) -> None:
-        try:
+        with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
             async with asyncio.timeout(self.config.episode_timeout):
                 await env.close()
-        except Exception:  # the episode is over and its outcome known: a close that fails changes nothing
-            pass
 
     async def _judge(self, group: Group) -> None:
         """Let the environment score the finished members of a group against each other, where it does."""

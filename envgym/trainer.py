@@ -229,14 +229,7 @@ class Trainer:
 
     async def play(self, tasks: Sequence[Task], play: Play) -> list[Group]:
         """Play tasks, unless the user stops the run first."""
-        total, done = len(tasks) * play.group_size, 0
-
-        def on_episode() -> None:
-            nonlocal done
-            done += 1
-            self.display.rollout(done, total)
-
-        return await self.unless_stopped(self.parts.runner.play(tasks, play, on_episode))
+        return await self.unless_stopped(self.parts.runner.play(tasks, play, self.display.rollout))
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         job, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())

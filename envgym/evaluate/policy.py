@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.config import DEFAULT_AGENT, Component, RunConfig
 from envgym.models import fetch_model
-from envgym.placement import make_runner, make_runtime, sampling_of, start_engine
-from envgym.render import load_tokenizer, make_renderer
+from envgym.placement import make_agent, make_runner, make_runtime, sampling_of, start_engine
 from envgym.rollout import Play
 from envgym.run_folder import RunFolder
 from envgym.types import Group, Task
@@ -46,22 +45,14 @@ async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> d
         model = await fetch_model(stage.model, config, display)
         if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
             stage.agent = Component(name=DEFAULT_AGENT)
-        agent_class, agent_config = stage.agent_config()
-        agent = agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
+        agent = make_agent(stage, model)
         runtime = make_runtime(config, folder)
         stack.push_async_callback(runtime.close)
         engine, context = await start_engine(config, stage, model, runtime, display)
         runner = make_runner(config, stage, spec, agent, engine, context)
 
         async def play(tasks: Sequence[Task], play: Play) -> list[Group]:
-            total, done = len(tasks) * play.group_size, 0
-
-            def on_episode() -> None:
-                nonlocal done
-                done += 1
-                display.rollout(done, total)
-
-            return await runner.play(tasks, play, on_episode)
+            return await runner.play(tasks, play, display.rollout)
 
         held_out = HeldOut(play, spec, sampling_of(stage, agent.renderer.stop_token_ids), stage.eval)
         display.phase("evaluating")
