@@ -1,4 +1,4 @@
-"""Finds a class that the user named: `file.py`, `file.py:Name` or `package.module:Name`."""
+"""Finds a class or function that the user named: `file.py`, `file.py:Name` or `package.module:Name`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ def names_file(name: str) -> bool:
 
 def absolute_target(name: str) -> str:
     """`file.py:Name` with the file as an absolute path, so that the name holds in any working directory."""
-    file, name_of_class = _split(name)
+    file, name_of_class = split_target(name)
     path = str(Path(file).expanduser().resolve())
     return f"{path}:{name_of_class}" if name_of_class else path
 
@@ -34,13 +35,25 @@ def load_class(target: str, bases: tuple[type, ...], noun: str) -> type[Any]:
     Raises `NameNotFound` where there is no such file, module or class, `ConfigError` where there is
     one that cannot be used.
     """
-    where, name = _split(target)
-    module = _import_file(Path(where).expanduser().resolve()) if where.endswith(".py") else _import_module(where)
+    where, name = split_target(target)
+    module = import_target(where)
     if not name:
         return _only_class(module, where, bases, noun)
-    if not hasattr(module, name):
-        raise NameNotFound(f"{where} defines no {name!r}.{did_you_mean(name, vars(module))}")
-    return check_class(getattr(module, name), target, bases, noun)
+    return check_class(_attribute(module, where, name), target, bases, noun)
+
+
+def load_function(target: str, noun: str) -> Callable[..., Any]:
+    """The function that `target` names: `file.py:name` or `package.module:name`. `noun` is what messages call it.
+
+    Raises `NameNotFound` where there is no such file, module or function, `ConfigError` for what is no function.
+    """
+    where, name = split_target(target)
+    if not name:
+        raise NameNotFound(f"{target} names no {noun}: write {target}:NAME")
+    value = _attribute(import_target(where), where, name)
+    if not callable(value) or isinstance(value, type):
+        raise ConfigError(f"{target} is not usable as {noun}: it must be a function")
+    return value
 
 
 def check_class(value: object, target: str, bases: tuple[type, ...], noun: str) -> type[Any]:
@@ -54,11 +67,23 @@ def check_class(value: object, target: str, bases: tuple[type, ...], noun: str) 
     return value
 
 
-def _split(target: str) -> tuple[str, str]:
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module that a target names, and what in it; empty where it names none."""
     if target.endswith(".py") or ":" not in target:
         return target, ""
     where, _, name = target.rpartition(":")
     return where, name
+
+
+def import_target(where: str) -> ModuleType:
+    """Import a file (`….py`) or a module. Raises `NameNotFound` or, in one line, `ConfigError`."""
+    return _import_file(Path(where).expanduser().resolve()) if where.endswith(".py") else _import_module(where)
+
+
+def _attribute(module: ModuleType, where: str, name: str) -> Any:
+    if not hasattr(module, name):
+        raise NameNotFound(f"{where} defines no {name!r}.{did_you_mean(name, vars(module))}")
+    return getattr(module, name)
 
 
 def _only_class(module: ModuleType, where: str, bases: tuple[type, ...], noun: str) -> type[Any]:
