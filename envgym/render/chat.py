@@ -1,0 +1,124 @@
+"""Conversations through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from envgym.errors import ConfigError, InvalidStep
+from envgym.types import Message, Observation
+
+from .dialogue import Dialogue, Extension
+from .renderer import Renderer
+from .template import Template, Written
+from .tool_calls import Reading, read_calls
+
+
+class ChatRenderer(Renderer):
+    """Messages through the tokenizer's own chat template, with its generation prompt."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise ConfigError(f"{tokenizer.name_or_path} has no chat template: set render=text")
+        self.template = Template(tokenizer, tuple(self.added_tokens.values()))
+        ended = self.encode_after(self.tokenizer.eos_token_id, self.template.end_of_turn)[-1:]
+        self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *ended]))
+
+    def dialogue(self) -> ChatDialogue:
+        return ChatDialogue(self)
+
+    def _open(self, observation: Observation) -> str:
+        if not observation.messages:
+            raise InvalidStep("the first observation has neither messages nor text")
+        if observation.tools:
+            _ = self.template.call_format  # refused now rather than after the first turn
+        # Text first, then ids: templates write their special tokens as text, and `add_special_tokens` would
+        # put a second beginning-of-sequence token before them.
+        return self.template.render(self.template.written(observation.messages), observation.tools)
+
+
+class ChatDialogue(Dialogue):
+    """Renders the whole conversation for each reply. Where that text goes on from exactly what the policy was shown
+    and said, what is new is appended; where it does not (a template that strips earlier thoughts, or trims), the
+    conversation forks."""
+
+    renderer: ChatRenderer
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        super().__init__(renderer)
+        self._template = renderer.template
+        self._text = ""  # the conversation so far, exactly
+        self._raw = False  # whether it holds text that no template wrote
+        self._turns: list[Written] = []
+        self._forms: list[Written] = []  # in which the policy's last turn may be given to the template
+
+    def _begun(self, observation: Observation, text: str) -> None:
+        self._text = text
+        self._raw = observation.text is not None
+        self._turns = self._template.written(observation.messages)
+
+    def _read(self, text: str) -> Reading:
+        return read_calls(text, self._template.call_format, self.tools, thinking=self._opens_thought)
+
+    @property
+    def _opens_thought(self) -> bool:
+        return self._text.rstrip().endswith("<think>")
+
+    def _demonstration(self, turn: Message) -> str:
+        end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
+        [written] = self._template.written([turn])
+        if not self._raw:
+            whole = self._template.render([*self._turns, written], self.tools, open_turn=False)
+            if whole.startswith(self._text):
+                return self._template.unended(whole[len(self._text) :]) + end
+        # The template would not have shown what the policy was shown: a thought that it opens, or raw text.
+        said = self._template.turn(written)
+        if self._opens_thought:
+            said = said.removeprefix("<think>").removeprefix("\n")
+            said = said if "</think>" in said else f"\n</think>\n\n{said}"
+        return said + end
+
+    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+        exact = self.renderer.decode_after(self._body(token_ids))
+        called = reading is not None and reading.calls
+        # Special tokens that write a call must not be lost; other than that they are no part of what is said.
+        contents = [exact, message.text] if called else [message.text, exact]
+        forms: list[Written] = [{"role": "assistant", "content": content} for content in contents]
+        if reading is not None and reading.complete:
+            forms.insert(0, self._template.assistant(reading.content.rstrip(), reading.calls))
+        elif self._opens_thought and "</think>" not in exact:
+            forms.insert(0, {"role": "assistant", "content": "", "reasoning_content": exact})
+        self._forms = [form for at, form in enumerate(forms) if form not in forms[:at]]
+        self._text += self.renderer.decode_after(token_ids)
+
+    def _told(self, text: str) -> None:
+        self._raw = True
+        self._text += text
+
+    def _reply(self, observation: Observation) -> Extension:
+        if self._raw:
+            raise InvalidStep(
+                "an observation of messages follows one of raw text, and the chat template cannot go on from that: "
+                "return messages or text throughout, or set render=text"
+            )
+        new = self._template.written(observation.messages)
+        rendered: list[tuple[str, list[Written]]] = []
+        refusal: InvalidStep | None = None
+        for said in [[form] for form in self._forms] or [[]]:
+            turns = [*self._turns, *said, *new]
+            try:
+                rendered.append((self._template.render(turns, self.tools), turns))
+            except InvalidStep as error:
+                refusal = refusal or error
+                continue
+            if rendered[-1][0].startswith(self._text):
+                break
+        if not rendered:
+            assert refusal is not None
+            raise refusal
+        text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
+        before, self._text, self._forms = self._text, text, []
+        if text.startswith(before):
+            return Extension(self.renderer.encode_after(self._last, text[len(before) :]))
+        return Extension(self.renderer.encode(text), fork=True)

@@ -1,0 +1,135 @@
+"""One episode's conversation, as tokens: what the policy was shown and what it said, turn by turn."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
+
+from .renderer import Renderer
+from .tool_calls import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What a reply adds: tokens to append to the row, or with `fork` the whole prompt of a new row."""
+
+    token_ids: list[int]
+    fork: bool = False
+
+
+class Dialogue(ABC):
+    """One episode's conversation: `begin`, then `said` (or `demonstrate`) and `reply` in turns.
+
+    `messages` is the conversation so far, for people. Observations of raw text are appended as text, without what a
+    template would put around them.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        self.messages: list[Message] = []
+        self.tools: tuple[ToolSpec, ...] = ()
+        self._last: int | None = None
+        """The token that stands last, which decides how text after it is encoded."""
+        self._call_ids: set[str] = set()
+
+    def begin(self, observation: Observation) -> list[int]:
+        """Token ids of the first observation, up to where the policy's turn begins."""
+        self.tools = observation.tools
+        text, token_ids = self.renderer.opening(observation)
+        self._begun(observation, text)
+        self._add(observation, token_ids)
+        return list(token_ids)
+
+    def said(self, token_ids: Sequence[int]) -> Message:
+        """What the policy says with the token ids of its turn. Where tools were offered its calls are parsed; those
+        that cannot be read have an `error`."""
+        body = self._body(token_ids)
+        reading = self._read(self.renderer.decode_after(body)) if self.tools else Reading("", ())
+        calls = self._with_ids(reading.calls)
+        message = Message("assistant", (TextPart(self.renderer.text(body)),), calls)
+        self._hear(message, token_ids, replace(reading, calls=calls) if calls else None)
+        return message
+
+    def demonstrate(self, turn: str | Message) -> list[int]:
+        """Token ids of a recorded turn of the assistant, as a policy would say it, its end-of-turn token included. The
+        turn counts as said."""
+        recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
+        recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
+        token_ids = self.renderer.encode_after(self._last, self._demonstration(recorded))
+        text = self.renderer.text(self._body(token_ids))
+        said = replace(recorded, content=(TextPart(text),))
+        self._hear(said, token_ids, Reading(recorded.text, recorded.tool_calls))
+        return token_ids
+
+    def reply(self, observation: Observation) -> Extension:
+        """What the environment answers, up to where the policy's next turn begins.
+
+        Raises `InvalidStep` where it cannot be rendered.
+        """
+        self.tools = observation.tools or self.tools
+        if observation.text is not None:
+            extension = Extension(self.renderer.encode_after(self._last, observation.text))
+            self._told(observation.text)
+        else:
+            extension = self._reply(observation)
+        self._add(observation, extension.token_ids)
+        return extension
+
+    # -- what the kinds differ in -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begun(self, observation: Observation, text: str) -> None:
+        """The conversation begins, with this text."""
+
+    @abstractmethod
+    def _read(self, text: str) -> Reading:
+        """Find the tool calls in what the policy said, special tokens included."""
+
+    @abstractmethod
+    def _demonstration(self, turn: Message) -> str:
+        """A turn of the assistant as text, up to and including its end-of-turn."""
+
+    @abstractmethod
+    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+        """The policy took its turn; `reading` is what is known of it beyond its text."""
+
+    @abstractmethod
+    def _told(self, text: str) -> None:
+        """Raw text was appended."""
+
+    @abstractmethod
+    def _reply(self, observation: Observation) -> Extension:
+        """Render new messages."""
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------
+
+    def _hear(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+        self._said(message, token_ids, reading)
+        self.messages.append(message)
+        self._last = token_ids[-1] if token_ids else self._last
+
+    def _add(self, observation: Observation, token_ids: Sequence[int]) -> None:
+        raw = observation.text
+        self.messages.extend(observation.messages if raw is None else [Message.of("user", raw)])
+        self._last = token_ids[-1] if token_ids else self._last
+
+    def _body(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """A turn without the token that ended it."""
+        ended = bool(token_ids) and token_ids[-1] in self.renderer.stop_token_ids
+        return token_ids[:-1] if ended else token_ids
+
+    def _with_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+        """The calls with ids that are unique in this conversation and of the form that every template takes: nine
+        letters or digits. A call's own id is kept where it is that."""
+        result = []
+        for call in calls:
+            call_id = call.id
+            if not re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) or call_id in self._call_ids:
+                call_id = f"call{len(self._call_ids):05d}"
+            self._call_ids.add(call_id)
+            result.append(replace(call, id=call_id))
+        return tuple(result)

@@ -1,0 +1,114 @@
+"""What every renderer has: its tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from envgym.types import Observation
+
+if TYPE_CHECKING:
+    from .dialogue import Dialogue
+
+
+class Renderer(ABC):
+    """Turns what an environment says into the tokens a policy reads.
+
+    One renderer serves every episode of a run; `dialogue` is one episode's conversation. `stop_token_ids` are the
+    ids that end the policy's turn.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.added_tokens: dict[int, str] = {
+            index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
+        }
+        """Tokens that the tokenizer finds in any text before it looks at the rest (special ones among them), by id."""
+        self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
+        self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+    @abstractmethod
+    def dialogue(self) -> Dialogue:
+        """A new conversation."""
+
+    def prompt(self, observation: Observation) -> list[int]:
+        """Token ids of an episode's first observation, up to where the policy's turn begins."""
+        return self.dialogue().begin(observation)
+
+    def opening(self, observation: Observation) -> tuple[str, list[int]]:
+        """An episode's first observation as text and as token ids."""
+        # The members of a group start one after the other, from the same observation.
+        if self._opening[0] != observation:
+            text = self._raw(observation.text) if observation.text is not None else self._open(observation)
+            self._opening = (observation, text, self.encode(text))
+        return self._opening[1:]
+
+    @abstractmethod
+    def _open(self, observation: Observation) -> str:
+        """First messages, with the tools on offer, up to where the policy's turn begins."""
+
+    def _raw(self, text: str) -> str:
+        """Raw text as the tokenizer begins a text: with its beginning-of-sequence token where it puts one."""
+        bos = self.tokenizer.bos_token
+        if bos is None or text.startswith(bos) or self.tokenizer.encode("a")[0] != self.tokenizer.bos_token_id:
+            return text
+        return f"{bos}{text}"
+
+    def answer(self, text: str) -> list[int]:
+        """Token ids of an assistant turn with this text, its end-of-turn token included: what a replay plays."""
+        return self.encode(text) + list(self.stop_token_ids[:1])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What a turn of the policy says to an environment: its text without special tokens."""
+        return self._decode(token_ids, skip_special_tokens=True)
+
+    # -- text that stands in the middle of a conversation -------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that begins a sequence. Special tokens that stand in it are those tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_after(self, last: int | None, text: str) -> list[int]:
+        """Token ids of a text that follows token `last`.
+
+        Some tokenizers write a text's first word in another way than words that follow (with a space that nobody
+        wrote), so the text is encoded behind something, which is then cut off.
+        """
+        if not text:
+            return []
+        if last in self.added_tokens:
+            # The tokenizer splits there, so these are the ids of the whole.
+            ids = self.encode(self.added_tokens[last] + text)
+            if ids[0] == last:
+                return ids[1:]
+        cuts: list[list[int]] = []
+        for before, anchor in self._anchors.items():
+            ids = self.encode(before + text)
+            if ids[: len(anchor)] != anchor:
+                continue
+            cuts.append(ids[len(anchor) :])
+            if self._decode(ids) == self._decode(anchor) + text:
+                return cuts[-1]
+        return cuts[0] if cuts else self.encode(text)
+
+    def decode_after(self, token_ids: Sequence[int]) -> str:
+        """The text that ids add to a conversation, special tokens included: also a space before the first word, which
+        decoding alone takes away with some tokenizers. What is no text is U+FFFD."""
+        anchor = next(iter(self._anchors.values()))
+        before, whole = self._decode(anchor), self._decode([*anchor, *token_ids])
+        return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)
+
+    @cached_property
+    def _anchors(self) -> dict[str, list[int]]:
+        """What a text can be encoded behind, with its ids: a special token, or a line break where there is none or
+        the tokenizer puts a space after special tokens too."""
+        special = [token for token in (self.tokenizer.eos_token, self.tokenizer.bos_token) if token is not None]
+        return {before: self.encode(before) for before in [*special, "\n"]}
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)

@@ -1,0 +1,197 @@
+"""What a tokenizer's chat template does, found out by rendering with it.
+
+Templates are programs: some end a turn with a token of their own, some show no tools, some refuse a role or want a
+call's arguments as text. Nothing here goes by a model's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from envgym.errors import ConfigError, InvalidStep
+from envgym.types import Message, ToolCall, ToolSpec
+
+from .tool_calls import EXAMPLE, Format, describe, format_of, read_hermes, write_hermes
+
+# Words that no template writes by itself.
+ASKED, SAID, ASKED_AGAIN, TOOL, RESULT = "qx1asked", "qx2said", "qx3again", "qx4tool", "qx5result"
+PROBE = ToolSpec(TOOL, TOOL, {"type": "object", "properties": {"argument": {"type": "string"}}})
+
+Written = dict[str, Any]
+"""A message as a template takes it."""
+TALK: list[Written] = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+
+
+class Template:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Any, added_tokens: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self._added_tokens = added_tokens
+        self._name = tokenizer.name_or_path or "the tokenizer"
+
+    def render(self, messages: Sequence[Written], tools: Sequence[ToolSpec] = (), *, open_turn: bool = True) -> str:
+        """The text of a conversation; with `open_turn`, up to where the policy's turn begins.
+
+        Raises `InvalidStep` where the template refuses the conversation.
+        """
+        if tools and not self.shows_tools:
+            messages = self._with_description(messages, tools)
+        return self._render(messages, tools, open_turn)
+
+    def written(self, messages: Sequence[Message]) -> list[Written]:
+        """Messages as this template takes them."""
+        result: list[Written] = []
+        for message in messages:
+            if message.role == "assistant":
+                result.append(self.assistant(message.text, message.tool_calls))
+            elif message.role == "tool" and not self.shows_results:
+                text = f"<tool_response>\n{message.text}\n</tool_response>"
+                if result and "results" in result[-1]:  # roles may have to alternate
+                    result[-1]["content"] += f"\n{text}"
+                else:
+                    result.append({"role": "user", "content": text, "results": True})
+            else:
+                result.append(message.as_dict())
+        return result
+
+    def assistant(self, content: str, calls: Sequence[ToolCall]) -> Written:
+        """An assistant's message."""
+        if not calls:
+            return {"role": "assistant", "content": content}
+        if self._call_form is None:
+            return {"role": "assistant", "content": write_hermes(content, calls)}
+        return self._call_form(content, calls)
+
+    def turn(self, message: Written) -> str:
+        """What the template writes of an assistant's message alone, without its end-of-turn."""
+        header = self._try(TALK, ()).rpartition(SAID)[0]
+        text = self._try([TALK[0], message], ())
+        if not header or not text.startswith(header):
+            return str(message["content"] or "")
+        return self.unended(text.removeprefix(header))
+
+    def unended(self, text: str) -> str:
+        """A text that ends with the assistant's turn, without what the template writes after what was said."""
+        if self.end_of_turn:
+            return text.rpartition(self.end_of_turn)[0]
+        return text.removesuffix(self._after_last_turn)
+
+    # -- found out ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """What the template writes after what the assistant said, up to and including the token that ends the turn;
+        empty where it writes no such token."""
+        again = self._try([*TALK, {"role": "user", "content": ASKED_AGAIN}], ())
+        # What stands there both at the end and before another message: some templates end conversations too.
+        common = _common_beginning(self._after_last_turn, again.rpartition(SAID)[2])
+        eos = self.tokenizer.eos_token
+        ends = [eos] if eos and eos in common else [token for token in self._added_tokens if token.strip()]
+        found = [(common.find(token), -len(token), token) for token in ends if token in common]
+        if not found:
+            return ""
+        at, _, token = min(found)
+        return common[:at] + token
+
+    @cached_property
+    def _after_last_turn(self) -> str:
+        return self._try(TALK, ()).rpartition(SAID)[2]
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template tells the policy which tools there are."""
+        return TOOL in self._try([TALK[0]], [PROBE])
+
+    @cached_property
+    def shows_results(self) -> bool:
+        """Whether the template takes messages of the role `tool`."""
+        result = Message("tool", Message.of("tool", RESULT).content, tool_call_id=EXAMPLE.id, name=TOOL).as_dict()
+        call = self.assistant("", [ToolCall(EXAMPLE.id, TOOL, {})])
+        return self._try([TALK[0], call, result], [PROBE]).count(RESULT) == 1
+
+    @cached_property
+    def call_format(self) -> Format:
+        """How the calls that this template writes are read. Raises `ConfigError` where they cannot be."""
+        if self._call_form is None:
+            return read_hermes
+        call = self._call_form("", [ToolCall(EXAMPLE.id, TOOL, {"argument": SAID})])
+        text = self._try([TALK[0], call], [PROBE]).rpartition(ASKED)[2]
+        found = format_of(text, TOOL, {"argument": SAID})
+        if found is None:
+            raise ConfigError(
+                f"{self._name} writes tool calls in a format that envgym cannot read: set render=text, or give its "
+                "tokenizer a chat template with the tool calls of Qwen, Llama 3, Mistral or DeepSeek"
+            )
+        return found
+
+    @cached_property
+    def _call_form(self) -> _CallForm | None:
+        """The form in which the template takes calls, None where it takes none."""
+        for empty in ("", None):
+            for as_text in (False, True):
+                form = _CallForm(empty, as_text)
+                call = form("", [ToolCall(EXAMPLE.id, TOOL, {"argument": SAID})])
+                text = self._try([TALK[0], call], [PROBE]).rpartition(ASKED)[2]
+                if TOOL in text and SAID in text:
+                    return form
+        return None
+
+    def _try(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> str:
+        try:
+            return self._render(messages, tools, False)
+        except InvalidStep:
+            return ""
+
+    def _render(self, messages: Sequence[Written], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=[tool.as_dict() for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=open_turn,
+            )
+        except Exception as error:  # whatever a template's code runs into
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            roles = ", ".join(message["role"] for message in messages)
+            raise InvalidStep(
+                f"the chat template of {self._name} refuses the conversation ({reason}; its roles: {roles}): "
+                "say it in roles that the template takes, or set render=text"
+            ) from None
+        return str(text)
+
+    def _with_description(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> list[Written]:
+        """The messages with the tools described in the first of them, whatever its role."""
+        text = describe(tools, self._example)
+        first, *others = messages
+        if first["role"] == "system":
+            return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
+
+    @cached_property
+    def _example(self) -> str:
+        """A call as the template writes it."""
+        return self.turn(self.assistant("", [EXAMPLE])).strip()
+
+
+def _common_beginning(one: str, other: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:at]
+
+
+class _CallForm:
+    """How a template wants calls: what content stands beside them where there is none, arguments as text or not."""
+
+    def __init__(self, empty: str | None, as_text: bool) -> None:
+        self.empty = empty
+        self.as_text = as_text
+
+    def __call__(self, content: str, calls: Sequence[ToolCall]) -> Written:
+        message = Message("assistant", Message.of("assistant", content).content, tuple(calls)).as_dict()
+        message["content"] = content or self.empty
+        for call in message["tool_calls"] if self.as_text else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return message

@@ -1,0 +1,64 @@
+"""Conversations as plain text, for base models: `System: …`, `User: …`, then `Assistant:`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envgym.types import Message, Observation
+
+from .dialogue import Dialogue, Extension
+from .renderer import Renderer
+from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, write_hermes
+
+
+class TextRenderer(Renderer):
+    """Messages as lines that begin with who speaks. Tools are described before them and called in the Hermes format.
+
+    The assistant's turns end with the tokenizer's end-of-sequence token, and nothing ever forks.
+    """
+
+    def dialogue(self) -> TextDialogue:
+        return TextDialogue(self)
+
+    def _open(self, observation: Observation) -> str:
+        head = f"{describe(observation.tools, write_hermes('', [EXAMPLE]))}\n\n" if observation.tools else ""
+        return (self.tokenizer.bos_token or "") + head + self.lines(observation.messages)
+
+    def lines(self, messages: Sequence[Message]) -> str:
+        """Messages, and the opening of the policy's turn."""
+        said = [self.turn(m) if m.role == "assistant" else f" {m.text}" for m in messages]
+        names = [m.role.capitalize() for m in messages]
+        return "".join(f"{name}:{text}\n" for name, text in zip(names, said, strict=True)) + "Assistant:"
+
+    def turn(self, message: Message) -> str:
+        """A turn of the assistant, after its name."""
+        return f" {write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
+
+    @property
+    def end_of_turn(self) -> str:
+        return self.tokenizer.eos_token or ""
+
+
+class TextDialogue(Dialogue):
+    """Every reply is appended."""
+
+    renderer: TextRenderer
+
+    def _begun(self, observation: Observation, text: str) -> None:
+        self._cut = False
+
+    def _read(self, text: str) -> Reading:
+        return read_calls(text, read_hermes, self.tools, thinking=False)
+
+    def _demonstration(self, turn: Message) -> str:
+        return self.renderer.turn(turn)
+
+    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+        self._cut = len(self._body(token_ids)) == len(token_ids)
+
+    def _told(self, text: str) -> None:
+        pass
+
+    def _reply(self, observation: Observation) -> Extension:
+        end = self.renderer.end_of_turn if self._cut else ""
+        return Extension(self.renderer.encode_after(self._last, f"{end}\n{self.renderer.lines(observation.messages)}"))
