@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from envgym.agent import Agent, Sampler
 from envgym.env import CheckedEnv
-from envgym.types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.errors import InvalidOutcome
+from envgym.transcript import Transcript
+from envgym.types import Action, Episode, Message, Outcome, Task
 
 
 class Replay(Agent):
-    """Plays one demonstration of the task as the assistant's answer. It needs no engine and asks no grader:
-    a demonstration is taught as it stands, whatever it would have earned."""
+    """Plays the demonstrated turns of a task. It needs no engine, and asks the environment only for what it says
+    between two turns: a demonstration is taught as it stands, whatever it would have earned."""
 
     samples = False
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         observation, _ = await env.reset(seed=seed, options={"task": task})
-        answer = env.spec.demonstrations(task, seed)[0]
-        prompt, tokens = self.renderer.prompt(observation), self.renderer.answer(answer)
-        row = Row(
-            [Segment("prompt", prompt), Segment("action", tokens)],
-            objective=Objective.CROSS_ENTROPY,
-            turns=[Turn(None, StopReason.STOP)],
-        )
-        return Episode(
-            id="",
-            task=task,
-            outcome=Outcome.completed(),
-            rows=[row],
-            messages=[*observation.messages, Message.of("assistant", answer)],
-        )
+        turns = env.spec.demonstrations(task, seed)
+        dialogue, transcript = self.renderer.dialogue(), Transcript(None)
+        transcript.begin(dialogue.begin(observation))
+        for number, turn in enumerate(turns, start=1):
+            token_ids = dialogue.demonstrate(turn)
+            transcript.demonstrate(token_ids)
+            if number == len(turns):
+                break
+            observation, _, terminated, truncated, _ = await env.step(demonstrated(turn, token_ids))
+            if terminated or truncated:
+                raise InvalidOutcome("demonstration", f"{task.key}: it goes on after the episode has ended")
+            extension = dialogue.reply(observation)
+            if extension.fork:
+                transcript.begin(extension.token_ids)
+            else:
+                transcript.feedback(extension.token_ids)
+        transcript.messages = dialogue.messages
+        return transcript.episode(task, Outcome.completed())
+
+
+def demonstrated(turn: str | Message, token_ids: list[int]) -> Action:
+    """A recorded turn as the action it stands for."""
+    if isinstance(turn, str):
+        return Action(turn, tuple(token_ids))
+    return Action(turn.text, tuple(token_ids), turn.tool_calls)

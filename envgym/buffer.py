@@ -60,6 +60,8 @@ class Buffer:
         self._needs_reward = needs_reward
         self._groups: list[Group] = []
         self.failures: Counter[str] = Counter()
+        self.played_again = 0
+        self.refills = 0
         self.dropped_groups = 0
 
     def __len__(self) -> int:
@@ -67,7 +69,9 @@ class Buffer:
 
     def add(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            self.failures.update(e.outcome.reason for e in group.episodes if e.failed)
+            self.failures.update(e.outcome.reason for e in [*group.episodes, *group.lost] if e.failed)
+            self.played_again += len(group.lost)
+            self.refills += group.refills
             members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self._needs_reward)]
             if len(members) >= self._min_group_size:
                 self._groups.append(Group(group.id, group.task, members))
@@ -80,9 +84,17 @@ class Buffer:
         return taken
 
     def state(self) -> dict[str, Any]:
-        return {"groups": list(self._groups), "failures": dict(self.failures), "dropped_groups": self.dropped_groups}
+        return {
+            "groups": list(self._groups),
+            "failures": dict(self.failures),
+            "played_again": self.played_again,
+            "refills": self.refills,
+            "dropped_groups": self.dropped_groups,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._groups = state["groups"]
         self.failures = Counter(state["failures"])
+        self.played_again = state["played_again"]
+        self.refills = state["refills"]
         self.dropped_groups = state["dropped_groups"]

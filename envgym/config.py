@@ -24,7 +24,7 @@ from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, re
 from .render import RenderKind
 from .workers.config import WorkersConfig
 
-DEFAULT_AGENT = "single_turn"
+AUTO = "auto"
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """What YAML takes for text, though people mean a number."""
 
@@ -74,7 +74,9 @@ class RolloutConfig(Section):
     episode_timeout: float = Field(300.0, gt=0)
     """Seconds an episode may take before it counts as failed (`timeout`)."""
     retries: int = Field(2, ge=0)
-    """Times a retryable failed episode is played again."""
+    """Times a failed episode is played again where its failure may pass (a timeout, a lost connection)."""
+    refills: int = Field(1, ge=0)
+    """Times a group plays another episode in place of one that failed for good. Then it is learned from without."""
     max_failed_share: float = Field(0.5, gt=0, le=1)
     """A step in which more than this share of episodes failed stops the run."""
 
@@ -128,8 +130,8 @@ class StageConfig(Section):
 
     env: ComponentField
     """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
-    agent: ComponentField = Component(name=DEFAULT_AGENT)
-    """Agent, and its own settings."""
+    agent: ComponentField = Component(name=AUTO)
+    """Agent, and its own settings; `auto` is the one the environment names."""
     learner: ComponentField
     """Learner, and its own settings (`learner.lr`)."""
     model: str = DEFAULT_MODEL
@@ -263,7 +265,7 @@ def resolve(
 
     run_keys = set(RunConfig.model_fields) - {"stages"}
     run: dict[str, Any] = {"recipe": recipe}
-    stages: list[dict[str, Any]] = [{"agent": DEFAULT_AGENT}]
+    stages: list[dict[str, Any]] = [{"agent": AUTO}]
     for layer in layers:
         run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
         common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
@@ -309,6 +311,8 @@ def _complete_stage(stage: StageConfig) -> None:
         path = stage.data.get(key)
         if path is not None and not stage.env.name.startswith(("http://", "https://")) and not Path(path).exists():
             raise DataError(f"data.{key}: there is no file {path}")
+    if stage.agent.name == AUTO:
+        stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
     smallest = learner_class.min_group_size

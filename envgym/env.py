@@ -12,27 +12,36 @@ JSON-serialisable description, from which an equal one can be rebuilt.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import numbers
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
 from typing import Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, InvalidStep, ResetNeeded
-from .types import Action, Episode, Message, Observation, Task, as_observation
+from .blocking import OwnThread
+from .errors import CallTimeout, ConfigError, InvalidStep, ResetNeeded
+from .fingerprint import source_hash, text_hash
+from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
 
 Info = dict[str, Any]
 StepResult = tuple[Any, float | None, bool, bool, Info]
 
 
 class EnvConfig(BaseModel):
-    """Base class of an environment's settings. Unknown keys are refused."""
+    """Base class of an environment's settings, and those that all have. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+    concurrency: int | None = Field(None, ge=1)
+    """Episodes of this environment in play at once; unset: as many as the rollout plays."""
+    call_timeout: float = Field(120.0, gt=0)
+    """Seconds a reset or a step may take before the episode counts as failed (`timeout`)."""
 
 
 class TaskSet(ABC):
@@ -46,6 +55,15 @@ class TaskSet(ABC):
     @abstractmethod
     async def get(self, index: int) -> Task:
         """The task at `index`, always the same one; IndexError past the end."""
+
+    @property
+    def reach(self) -> int:
+        """Where a task drawn at random lies below: the size, and without end as far as may be read at once."""
+        return 2**31 if self.size is None else self.size
+
+    def seeded(self, seed: int) -> TaskSet:
+        """The same tasks in an order drawn by `seed`, where the set itself decides on an order; else itself."""
+        return self
 
 
 class ListTasks(TaskSet):
@@ -87,7 +105,12 @@ class Env(ABC):
     Subclass it and write `reset` and `step`. `self.spec` is the shared half, `self.rng` a generator
     of this instance's own; never touch the global one. An observation is a list of chat messages, raw
     text, or an `Observation`. `info` may carry `score` (a number in [0, 1]) and `metrics` (names to numbers).
+
+    Methods that block are written as plain `def`: such an instance gets a thread of its own.
     """
+
+    blocking: ClassVar[bool] = False
+    """Asynchronous methods that block all the same (a busy loop, a synchronous client) run on a thread as well."""
 
     spec: EnvSpec
     rng: random.Random
@@ -113,8 +136,8 @@ class EnvSpec:
 
     env_class: ClassVar[type[Env] | None] = None
     Config: ClassVar[type[EnvConfig]] = EnvConfig
-    services: ClassVar[Mapping[str, str]] = {}
-    """Models this environment needs (reward model, judge, opponent): name -> kind. The runtime hands clients over."""
+    agent: ClassVar[str] = "multi_turn"
+    """The agent that plays it unless told otherwise."""
 
     def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
         self.id = id
@@ -124,6 +147,9 @@ class EnvSpec:
             self.config = config_class(**kwargs)
         except ValidationError as error:
             raise ConfigError(f"environment {id}: {describe_validation_error(error, config_class)}") from None
+        self.clients: dict[str, Any] = {}
+        """Clients of its `services`, by name: the runtime fills it in before `setup`."""
+        self._slots: asyncio.Semaphore | None = None
         self._setup_lock: asyncio.Lock | None = None
         self._is_set_up = False
 
@@ -139,7 +165,34 @@ class EnvSpec:
     def __hash__(self) -> int:
         return hash(self.to_json())
 
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the environment's `code` and of its `spec`, by which scores can be compared over time."""
+        return {
+            "code": source_hash([cls for cls in (type(self), self._env_class) if cls not in (None, EnvSpec)]),
+            "spec": text_hash(self.to_json()),
+        }
+
     # -- what a subclass may override ---------------------------------------------------------------------
+
+    @property
+    def services(self) -> Mapping[str, Any]:
+        """Models this environment needs (reward model, judge, opponent), by name: declarations of `envgym.services`.
+
+        The runtime starts them and hands their clients over in `clients`.
+        """
+        return {}
+
+    def of(self, task: Task) -> EnvSpec:
+        """The environment that plays `task`: this one, or the member of a mixture."""
+        return self
+
+    def parts(self) -> Sequence[EnvSpec]:
+        """The environments this one is made of: itself, or the members of a mixture."""
+        return [self]
+
+    def concurrency_bound(self) -> int | None:
+        """A number of episodes that may be in play at once whichever tasks they pose; None: any."""
+        return self.config.concurrency
 
     async def setup(self) -> None:
         """Build what is heavy and shared, once, before the first episode."""
@@ -151,12 +204,15 @@ class EnvSpec:
         """The tasks of `train` or `test`. The two never overlap."""
         return SeedTasks(split)
 
-    def demonstrations(self, task: Task, seed: int) -> list[str]:
-        """Assistant answers that show how `task` is done, for replay; the seed picks among variants."""
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The assistant's turns, in order, that show how `task` is done, for replay; the seed picks among variants."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
 
-    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[float] | None:
-        """Rewards for the finished episodes of one task where they are judged against each other; else None."""
+    async def score_group(
+        self, task: Task, episodes: Sequence[Episode]
+    ) -> Sequence[float | Judgement | Exception | None] | None:
+        """Where the finished episodes of one task are judged together: a reward or a `Judgement` for each, None for
+        one that gets no reward, an exception (`InvalidOutcome`) for one that could not be judged. Else None."""
         return None
 
     # -- making instances ---------------------------------------------------------------------------------
@@ -200,8 +256,10 @@ class CheckedEnv(Env):
     """An environment behind the checks everyone relies on.
 
     Sets the spec up before the first reset, draws a task by the seed where none is given, gives the instance
-    a generator of its own, refuses a step out of order, and refuses a step result that is not a five-tuple
-    with a finite number (or None) as reward.
+    a generator of its own, keeps to the environment's concurrency limit and to the deadline of each call, refuses a
+    step out of order, and refuses what is not a five-tuple with a finite number (or None) as reward and a score in
+    [0, 1]. Metrics that are not finite numbers are left out and counted (`invalid_metrics`).
+    `async with env:` closes it on every way out.
     """
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
@@ -210,11 +268,23 @@ class CheckedEnv(Env):
         self.rng = env.rng
         self.task: Task | None = None
         self._playing = False
+        self._has_slot = False
+        methods = (env.reset, env.step, env.close)
+        is_blocking = env.blocking or not all(asyncio.iscoroutinefunction(method) for method in methods)
+        self._thread = OwnThread(spec.id) if is_blocking else None
+
+    async def __aenter__(self) -> Self:
+        await self.acquire()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, Info]:
         await self.spec.ensure_setup()
+        await self.acquire()
         if seed is not None or self.task is None:
             self.env.rng.seed(seed)
         given = dict(options or {})
@@ -224,7 +294,7 @@ class CheckedEnv(Env):
         elif not isinstance(task, Task):
             raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
         given["task"] = self.task = task
-        result = await self.env.reset(seed=seed if task.seed is None else task.seed, options=given)
+        result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {result!r:.80}")
         self._playing = True
@@ -233,35 +303,94 @@ class CheckedEnv(Env):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        result = await self.env.step(action)
+        result = await self._call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
                 f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
                 f"not {result!r:.80}"
             )
         observation, reward, terminated, truncated, info = result
-        if reward is not None:
-            if not isinstance(reward, numbers.Real) and not hasattr(reward, "__float__"):
-                raise InvalidStep(f"{self.spec.id}: a reward is a number or None, not {reward!r:.80}")
-            reward = float(reward)
-            if not math.isfinite(reward):
-                raise InvalidStep(f"{self.spec.id}: a reward must be finite, not {reward}")
+        reward = None if reward is None else self._number("a reward", reward)
+        if (score := info.get("score")) is not None:
+            info["score"] = score = self._number("a score", score)
+            if not 0 <= score <= 1:
+                raise InvalidStep(f"{self.spec.id}: a score lies in [0, 1], not at {score:g}")
+        if (metrics := info.get("metrics")) is not None:
+            if not isinstance(metrics, Mapping):
+                raise InvalidStep(f"{self.spec.id}: info['metrics'] is names to numbers, not {metrics!r:.80}")
+            info["metrics"] = _finite(metrics)
         self._playing = not (terminated or truncated)
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
 
     async def close(self) -> None:
         self._playing = False
-        await self.env.close()
+        try:
+            if self._thread is not None and self._thread.busy:
+                # A call that hung is still on the thread; should it ever return, the instance is closed there.
+                self._thread.submit(self.env.close)
+            else:
+                await self._call(self.env.close)
+        finally:
+            if self._thread is not None:
+                self._thread.end()
+            if self._has_slot and self.spec._slots is not None:
+                self._has_slot = False
+                self.spec._slots.release()
+
+    async def acquire(self) -> None:
+        """Wait until the environment's concurrency limit lets this instance play. `close` gives the place back."""
+        if self._has_slot or self.spec.config.concurrency is None:
+            return
+        if self.spec._slots is None:
+            self.spec._slots = asyncio.Semaphore(self.spec.config.concurrency)
+        await self.spec._slots.acquire()
+        self._has_slot = True
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Await a method of the environment under its deadline."""
+        deadline = asyncio.timeout(self.spec.config.call_timeout)
+        try:
+            async with deadline:
+                if self._thread is not None:
+                    return await self._thread.call(method, *args, **kwargs)
+                return await method(*args, **kwargs)
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # the environment's own
+            raise CallTimeout(
+                f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s"
+            ) from None
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")
-        return await tasks.get(random.Random(seed).randrange(tasks.size if tasks.size is not None else 2**31))
+        return await tasks.get(random.Random(seed).randrange(tasks.reach))
 
     def _observation(self, value: Any) -> Observation:
         try:
             return as_observation(value)
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+
+    def _number(self, what: str, value: Any) -> float:
+        if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+            raise InvalidStep(f"{self.spec.id}: {what} is a number or None, not {value!r:.80}")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
+            raise InvalidStep(f"{self.spec.id}: {what} is one number, not {value!r:.80} ({error})") from None
+        if not math.isfinite(number):
+            raise InvalidStep(f"{self.spec.id}: {what} must be finite, not {number}")
+        return number
+
+
+def _finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers, and how many were not."""
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if math.isfinite(number := float(value)):
+                kept[str(name)] = number
+    return kept if len(kept) == len(metrics) else kept | {"invalid_metrics": float(len(metrics) - len(kept))}
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
@@ -278,20 +407,22 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel]) ->
         return f"key {where!r} is required"
     if first["type"] in ("model_type", "dict_type"):
         return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
-    return f"key {where!r}: {first['msg'].lower().removeprefix('value error, ')}, got {first['input']!r:.60}"
+    problem = first["msg"].removeprefix("Value error, ")
+    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}, got {first['input']!r:.60}"
 
 
 def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """The field names of the nested model at `path` within `model`."""
+    """The field names of the nested model at `path` within `model`; parts of it may be keys of a mapping."""
+    here: Any = model
     for part in path:
-        info = model.model_fields.get(str(part))
-        inner = info.annotation if info else None
-        choices = get_args(inner) or (inner,)  # `Model | None` counts as Model
-        nested = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
-    return list(model.model_fields)
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            info = here.model_fields.get(str(part))
+            here = info.annotation if info else None
+        else:
+            here = (get_args(here) or (None,))[-1]  # what a mapping or a list holds
+        if isinstance(here, UnionType):  # `Model | None` counts as Model
+            here = next(choice for choice in get_args(here) if choice is not type(None))
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
 
 
 __all__ = [

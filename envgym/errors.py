@@ -38,6 +38,23 @@ class InvalidStep(EnvgymError):
     """An environment returned something that is not Gymnasium's tuple (a reward that is not a number, say)."""
 
 
+class CallTimeout(EnvgymError):
+    """An environment's call that took longer than its deadline."""
+
+
+class InvalidOutcome(EnvgymError):
+    """An episode that says nothing about the policy: a judge that cannot be reached, a sandbox that will not start.
+
+    An environment raises it from `reset`, `step` or `score_group`. The episode fails with this `kind`; it is never a
+    reward of zero. A `retryable` one is played again.
+    """
+
+    def __init__(self, kind: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retryable = retryable
+
+
 class PromptTooLong(EnvgymError):
     """A prompt that leaves no room for an answer in the model's context. It is never cut silently."""
 

@@ -45,6 +45,7 @@ class LearnRow:
     weights      [T] float32, how much token t counts (predicted from the tokens before it); weights[0] is 0
     old_logprobs [T] float32 nats, log-probabilities as sampled; NaN where nothing was sampled
     arrays       name -> [T] float32, what the learner's loss reads (advantages, reference log-probabilities)
+    temperatures [T] float32, what each action token was sampled at; None: all at 1
     unit         rows of one unit (a pair, a group) stay in one micro-batch
     episode      index of the episode within the batch, for aggregation by episode
     versions     the policy versions that sampled its actions
@@ -56,7 +57,7 @@ class LearnRow:
     old_logprobs: FloatArray
     objective: Objective
     arrays: dict[str, FloatArray] = field(default_factory=dict)
-    temperature: float = 1.0
+    temperatures: FloatArray | None = None
     unit: int = 0
     episode: int = 0
     versions: tuple[int, ...] = ()
@@ -75,7 +76,7 @@ class LearnRow:
             old_logprobs=np.asarray(row.logprobs, np.float32),
             objective=row.objective,
             arrays={role: np.asarray(values, np.float32) for role, values in row.outputs.items()},
-            temperature=row.temperature,
+            temperatures=np.asarray(row.temperatures, np.float32),
             unit=unit,
             episode=episode,
             versions=tuple(sorted({span.version for segment in row.segments for span in segment.versions})),
@@ -167,7 +168,7 @@ class Learner(ABC):
         """The micro-batch's share of the step's loss (a scalar) and what to log.
 
         `outputs` [B, T]: for an `lm` head log-probabilities of token t given those before it, at the
-        temperature the row was sampled at (0 at t = 0); for a `scalar` head one value a token.
+        temperature it was sampled at (0 at t = 0); for a `scalar` head one value a token.
         """
 
     def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:

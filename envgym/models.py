@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from .recipes import load_recipe, makes_model, read_yaml
 from .run_folder import RunFolder, stage_folders
 from .sampler import derived_seed
 from .trainer import Trainer
-from .types import Message, as_messages
+from .types import Action, Message, Observation, as_messages
 
 if TYPE_CHECKING:
     from .display import Display
@@ -104,13 +105,22 @@ async def text_of(spec: EnvSpec, n_tasks: int) -> list[str]:
     words every chat template uses."""
     texts = []
     tasks = spec.tasks("train")
-    env = spec.make()
     for index in range(n_tasks if tasks.size is None else min(n_tasks, tasks.size)):
         task = await tasks.get(index)
-        observation, _ = await env.reset(seed=index, options={"task": task})
-        said = observation.messages or as_messages(observation.text or "")
-        answer = spec.demonstrations(task, derived_seed(0, index))[0]
-        for message in (*said, Message.of("assistant", answer), Message.of("system", "")):
-            texts.append(f"{message.role}\n{message.text}")
-    await env.close()
+        async with spec.of(task).make() as env:
+            observation, _ = await env.reset(seed=index, options={"task": task})
+            turns = spec.of(task).demonstrations(task, derived_seed(0, index))
+            said = [*_messages(observation)]
+            tools = json.dumps([tool.as_dict() for tool in observation.tools]) if observation.tools else ""
+            for number, turn in enumerate(turns, start=1):
+                said.append(turn if isinstance(turn, Message) else Message.of("assistant", turn))
+                if number < len(turns):
+                    observation, *_ = await env.step(Action(said[-1].text, (), said[-1].tool_calls))
+                    said += _messages(observation)
+        texts += [f"{message.role}\n{message.text}" for message in (*said, Message.of("system", tools))]
+        texts += [json.dumps(message.as_dict()["tool_calls"]) for message in said if message.tool_calls]
     return texts
+
+
+def _messages(observation: Observation) -> tuple[Message, ...]:
+    return observation.messages or as_messages(observation.text or "")

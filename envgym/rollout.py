@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from .agent import Agent
 from .config import RolloutConfig
 from .engines.base import Engine, SamplingParams
 from .env import CheckedEnv, EnvSpec
-from .errors import InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
+from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
+from .fingerprint import task_hash
 from .sampler import EpisodeSampler, Waves, derived_seed
-from .types import Episode, Group, Outcome, Task
+from .types import Episode, Group, Judgement, Outcome, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Runner:
         self.max_model_len = max_model_len
         self.seed = seed
         self.deterministic = deterministic
+        self._fingerprints: dict[int, dict[str, str]] = {}
 
     async def play(
         self, tasks: Sequence[Task], play: Play, on_progress: Callable[[int, int], None] | None = None
@@ -62,16 +65,19 @@ class Runner:
         the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many.
         """
         done, total = 0, len(tasks) * play.group_size
-        slots = asyncio.Semaphore(self.config.concurrency)
+        concurrency = self.config.concurrency
         waves = None
         if self.deterministic and self.engine is not None:
-            waves = Waves(self.engine, total, self.config.concurrency)
+            # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
+            concurrency = min(concurrency, self.spec.concurrency_bound() or concurrency)
+            waves = Waves(self.engine, total, concurrency)
+        slots = asyncio.Semaphore(concurrency)
 
         async def one(group: Group, member: int) -> Episode:
             nonlocal done
             async with slots:
                 try:
-                    episode = await self._with_retries(group, member, play, waves)
+                    episode = await self._play_member(group, member, play, waves)
                 finally:
                     if waves is not None:
                         waves.leave()
@@ -91,19 +97,31 @@ class Runner:
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
-        await asyncio.gather(*(self._judge(group) for group in groups))
+        if self.agent.samples:
+            await asyncio.gather(*(self._judge(group) for group in groups))
         return groups
 
-    async def _with_retries(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
-        for attempt in range(self.config.retries + 1):
+    async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
+        """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
+        as a whole may fill a few places anew."""
+        retries = 0
+        for attempt in itertools.count():
             episode = await self._play_once(group, member, attempt, play, waves)
-            if not (episode.failed and episode.outcome.retryable):
+            if not episode.failed or episode.outcome.reason == "prompt_too_long":  # it would be again
                 break
+            if episode.outcome.retryable and retries < self.config.retries:
+                retries += 1
+            elif group.refills < self.config.refills:
+                group.refills += 1
+            else:
+                break
+            group.lost.append(episode)
         return episode
 
     async def _play_once(self, group: Group, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
         task = group.task
-        env_seed = derived_seed(self.seed, task.id)
+        spec = self.spec.of(task)
+        env_seed = derived_seed(self.seed, task.key)
         # The group is part of the name: a small task set comes round again within one step.
         episode_id = f"{group.id}:{member:03d}:{attempt}"
         sampler = None
@@ -113,14 +131,17 @@ class Runner:
                 episode_id,
                 play.sampling,
                 self.max_model_len,
-                derived_seed(self.seed, group.id, task.id, member, attempt) if self.deterministic else None,
+                derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
             )
         start = time.monotonic()
         env: CheckedEnv | None = None
-        deadline = asyncio.timeout(self.config.episode_timeout)
+        deadline = asyncio.timeout(None)
         try:
+            env = spec.make()
+            await env.acquire()  # waiting for a place is not the episode's own time
+            start = time.monotonic()
             async with deadline:
-                env = self.spec.make()
+                deadline.reschedule(asyncio.get_running_loop().time() + self.config.episode_timeout)
                 # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
                 seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
                 episode = await self.agent.run(env, task, sampler, seed=seed)
@@ -131,16 +152,26 @@ class Runner:
         finally:
             if env is not None:
                 await self._close(env)
-        episode.id, episode.env, episode.group = episode_id, self.spec.id, group.id
+        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt = member, attempt
         episode.seed, episode.seconds = env_seed, time.monotonic() - start
+        episode.fingerprints = {**self._fingerprint(spec), "task": task_hash(task)}
         return episode
+
+    def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
+        if id(spec) not in self._fingerprints:
+            self._fingerprints[id(spec)] = spec.fingerprint()
+        return self._fingerprints[id(spec)]
 
     def _failure(self, error: Exception, *, timed_out: bool) -> Outcome:
         message = str(error) or type(error).__name__
         if timed_out:
             limit = self.config.episode_timeout
             return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
+        if isinstance(error, InvalidOutcome):
+            return Outcome.failed(error.kind, message, retryable=error.retryable)
+        if isinstance(error, CallTimeout):
+            return Outcome.failed("timeout", message, retryable=True)
         if isinstance(error, PromptTooLong):
             return Outcome.failed("prompt_too_long", message)
         if isinstance(error, WorkerError):
@@ -153,21 +184,21 @@ class Runner:
 
     async def _close(self, env: CheckedEnv) -> None:
         with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
-            async with asyncio.timeout(self.config.episode_timeout):
-                await env.close()
+            await env.close()
 
     async def _judge(self, group: Group) -> None:
         """Let the environment score the finished members of a group against each other, where it does."""
         finished = [episode for episode in group.episodes if not episode.failed]
         if not finished:
             return
+        spec = self.spec.of(group.task)
         deadline = asyncio.timeout(self.config.episode_timeout)
         try:
             async with deadline:
-                judged = await self.spec.score_group(group.task, finished)
-            rewards = None if judged is None else [float(reward) for reward in judged]
-            if rewards is not None and not (len(rewards) == len(finished) and all(map(math.isfinite, rewards))):
-                raise InvalidStep(f"{self.spec.id}: score_group must return a finite number for each episode")
+                judged = await spec.score_group(group.task, finished)
+            verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
+            if verdicts is not None and len(verdicts) != len(finished):
+                raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
         except WorkerDied:
             raise  # a model that judges is gone
         except Exception as error:
@@ -175,6 +206,42 @@ class Runner:
                 episode.outcome = self._failure(error, timed_out=deadline.expired())
                 episode.reward = episode.score = None
             return
-        for episode, reward in zip(finished, rewards or (), strict=bool(rewards)):
-            episode.reward = reward
-            episode.score = episode.score if episode.score is not None else (reward if 0 <= reward <= 1 else None)
+        for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
+            if isinstance(verdict, Judgement):
+                judge(episode, verdict)
+            else:
+                episode.outcome = self._failure(verdict, timed_out=False)
+                episode.reward = episode.score = None
+
+
+def as_judgement(verdict: object) -> Judgement | Exception:
+    """What `score_group` said of one episode. Raises `InvalidStep` for what is not a finite number."""
+    if isinstance(verdict, Exception):
+        return verdict
+    judged = verdict if isinstance(verdict, Judgement) else Judgement(verdict)  # type: ignore[arg-type]
+    numbers = [judged.reward, judged.score, *judged.metrics.values()]
+    try:
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise InvalidStep(f"score_group must give finite numbers, not {verdict!r:.80}")
+    except TypeError:
+        raise InvalidStep(f"score_group must give numbers, not {verdict!r:.80}") from None
+    if judged.score is not None and not 0 <= judged.score <= 1:
+        raise InvalidStep(f"score_group gave a score of {judged.score:g}, which is not in [0, 1]")
+    return judged
+
+
+def judge(episode: Episode, judged: Judgement) -> None:
+    """Let a judgement stand in place of what the steps of `episode` paid."""
+    own_score = episode.score if episode.reward is None else None
+    reward = None if judged.reward is None else float(judged.reward)
+    for row in episode.rows:
+        for turn in row.turns:
+            turn.reward = None
+    if last := [turn for row in episode.rows for turn in row.turns][-1:]:
+        last[0].reward = reward
+    episode.reward = reward
+    episode.metrics |= {name: float(value) for name, value in judged.metrics.items()}
+    score = judged.score if judged.score is not None else own_score
+    if score is None and reward is not None and 0 <= reward <= 1:
+        score = reward
+    episode.score = score

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import missing_package
-from .types import Episode, Row
+from .types import Episode, Message, Row
 
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
@@ -26,11 +27,13 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
             ("weights", pa.list_(pa.float32())),
             ("logprobs", pa.list_(pa.float32())),
             ("versions", pa.list_(version)),
+            ("temperature", pa.float32()),
         ]
     )
     turn = pa.struct([("reward", pa.float64()), ("stop_reason", pa.string())])
     row = pa.struct([("objective", pa.string()), ("segments", pa.list_(segment)), ("turns", pa.list_(turn))])
-    message = pa.struct([("role", pa.string()), ("text", pa.string())])
+    call = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string()), ("error", pa.string())])
+    message = pa.struct([("role", pa.string()), ("text", pa.string()), ("tool_calls", pa.list_(call))])
     schema = pa.schema(
         [
             ("id", pa.string()),
@@ -48,6 +51,7 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
             ("score", pa.float64()),
             ("metrics", pa.map_(pa.string(), pa.float64())),
             ("seconds", pa.float64()),
+            ("fingerprints", pa.map_(pa.string(), pa.string())),
             ("messages", pa.list_(message)),
             ("rows", pa.list_(row)),
         ]
@@ -62,7 +66,7 @@ def _record(episode: Episode) -> dict[str, Any]:
     return {
         "id": episode.id,
         "env": episode.env,
-        "task": episode.task.id,
+        "task": episode.task.key,
         "answer": None if episode.task.answer is None else str(episode.task.answer),
         "group": episode.group,
         "member": episode.member,
@@ -75,9 +79,18 @@ def _record(episode: Episode) -> dict[str, Any]:
         "score": episode.score,
         "metrics": list(episode.metrics.items()),
         "seconds": episode.seconds,
-        "messages": [{"role": message.role, "text": message.text} for message in episode.messages],
+        "fingerprints": list(episode.fingerprints.items()),
+        "messages": [_message(message) for message in episode.messages],
         "rows": [_row(row) for row in episode.rows],
     }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": c.id, "name": c.name, "arguments": json.dumps(c.arguments, default=str), "error": c.error}
+        for c in message.tool_calls
+    ]
+    return {"role": message.role, "text": message.text, "tool_calls": calls}
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -91,6 +104,7 @@ def _row(row: Row) -> dict[str, Any]:
                 "weights": segment.weights,
                 "logprobs": segment.logprobs,
                 "versions": [{"version": v.version, "start": v.start, "end": v.end} for v in segment.versions],
+                "temperature": segment.temperature,
             }
             for segment in row.segments
         ],

@@ -149,6 +149,8 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: flo
         "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},
         "mismatch": {"max_abs_logprob": progress.max_mismatch if progress else 0.0},
         "failures": dict(trainer.buffer.failures) if trainer else {},
+        "played_again": trainer.buffer.played_again if trainer else 0,
+        "refills": trainer.buffer.refills if trainer else 0,
         "dropped_groups": trainer.buffer.dropped_groups if trainer else 0,
     }
 

@@ -6,6 +6,7 @@ columnar file in the run folder.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,11 +24,46 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool the policy may call: its name, what it does, and a JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `{"type": "function", …}` form that chat templates and OpenAI-compatible APIs take."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call the policy wrote, its `arguments` parsed from JSON.
+
+    A call that cannot be read has an `error`, a sentence to tell the policy; then `arguments` is empty, and `name`
+    too where none could be made out.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts."""
+    """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts.
+
+    An assistant's message may hold `tool_calls`; a tool's result says which call it answers (`tool_call_id`) and by
+    which tool (`name`).
+    """
 
     role: str
     content: tuple[TextPart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
     @classmethod
     def of(cls, role: str, text: str) -> Message:
@@ -37,9 +73,22 @@ class Message:
     def text(self) -> str:
         return "".join(part.text for part in self.content)
 
-    def as_dict(self) -> dict[str, str]:
-        """The `{"role": …, "content": …}` form that chat templates and OpenAI-compatible APIs take."""
-        return {"role": self.role, "content": self.text}
+    def as_dict(self) -> dict[str, Any]:
+        """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
+
+        A call's arguments are a mapping, as templates want them; the APIs want them as JSON text.
+        """
+        result: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            result["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.tool_calls
+            ]
+        if self.tool_call_id:
+            result["tool_call_id"] = self.tool_call_id
+        if self.name:
+            result["name"] = self.name
+        return result
 
 
 def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -54,12 +103,24 @@ def as_messages(prompt: str | Sequence[Message | Mapping[str, Any]]) -> tuple[Me
         if isinstance(item, Message):
             messages.append(item)
         elif isinstance(item, Mapping) and isinstance(item.get("role"), str):
-            content = item.get("content", "")
-            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-            messages.append(Message(item["role"], tuple(TextPart(text) for text in parts)))
+            messages.append(_message(item))
         else:
             raise TypeError(f"a prompt is a string or a list of {{'role', 'content'}} messages, not {item!r}")
     return tuple(messages)
+
+
+def _message(item: Mapping[str, Any]) -> Message:
+    """The inverse of `Message.as_dict`; a call's arguments may be JSON text, as the APIs write them."""
+    content = item.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    calls = []
+    for call in item.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments))
+    ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
+    return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +129,8 @@ class Task:
 
     `id` is unique within its task set; `prompt` is plain text or messages; `answer` is what the
     environment checks against; `fields` holds whatever else the row had; `difficulty` is free in scale;
-    `seed` is the reset seed that makes the problem, for environments that make problems from seeds.
+    `seed` is the reset seed that makes the problem, for environments that make problems from seeds; `env` is the
+    member of a mixture that poses it.
     """
 
     id: str
@@ -77,18 +139,26 @@ class Task:
     fields: Mapping[str, Any] = field(default_factory=dict)
     difficulty: float | None = None
     seed: int | None = None
+    env: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique within a run, also where several environments share it."""
+        return f"{self.env}/{self.id}" if self.env else self.id
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What the environment says: chat `messages`, or raw `text` (base models, untemplated feedback).
 
-    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`).
+    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`). `tools` are what the
+    policy may call; they come with an episode's first observation and hold for all of it.
     """
 
     messages: tuple[Message, ...] = ()
     text: str | None = None
     sampling: Mapping[str, Any] | None = None
+    tools: tuple[ToolSpec, ...] = ()
 
 
 def as_observation(value: Any) -> Observation:
@@ -109,15 +179,6 @@ def as_observation(value: Any) -> Observation:
     raise TypeError(f"an observation is text, messages or an Observation, not {type(value).__name__}")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One parsed tool call. `arguments` are as the model wrote them, parsed from JSON."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-
 class StopReason(StrEnum):
     """Why the policy's turn ended."""
 
@@ -131,7 +192,8 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy did in one turn: its text, the exact token ids, parsed tool calls, and why it stopped."""
+    """What the policy did in one turn: its text without special tokens (the markup of tool calls included), the exact
+    token ids, parsed tool calls, and why it stopped."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -161,7 +223,7 @@ class Segment:
 
     `token_ids` [T]; `weights` [T]: how much each token counts in the row's objective (default 1 on actions,
     0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
-    sampled from, and the policy `versions` that sampled them.
+    sampled from, its `temperature`, and the policy `versions` that sampled them.
     """
 
     role: Role
@@ -169,6 +231,7 @@ class Segment:
     weights: list[float] = field(default_factory=list)
     logprobs: list[float] | None = None
     versions: tuple[VersionSpan, ...] = ()
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.weights:
@@ -187,6 +250,18 @@ class Turn:
     stop_reason: StopReason
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What an environment says of one episode once its whole group is finished (`EnvSpec.score_group`).
+
+    Without a `score` a reward in [0, 1] is one.
+    """
+
+    reward: float | None
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Objective(StrEnum):
     """How a row's tokens enter the loss. Each objective has a denominator of its own in a batch."""
 
@@ -201,15 +276,14 @@ class Objective(StrEnum):
 class Row:
     """One token sequence to train on: segments in order, their objective, the turns they hold.
 
-    `temperature` is the one its actions were sampled at. `outputs` collects what scoring roles say about
-    the row before the learner sees it (`{"reference": [T] log-probabilities}`), one number a token.
+    `outputs` collects what scoring roles say about the row before the learner sees it (`{"reference": [T]
+    log-probabilities}`), one number a token.
     """
 
     segments: list[Segment]
     objective: Objective = Objective.POLICY_GRADIENT
     turns: list[Turn] = field(default_factory=list)
     label: Any = None
-    temperature: float = 1.0
     outputs: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -225,6 +299,11 @@ class Row:
         """[T] log-probabilities as sampled; NaN where nothing was sampled."""
         nan = float("nan")
         return [x for s in self.segments for x in (s.logprobs if s.logprobs is not None else [nan] * len(s.token_ids))]
+
+    @property
+    def temperatures(self) -> list[float]:
+        """[T] the temperature each token was sampled at; 1 where nothing was sampled."""
+        return [segment.temperature for segment in self.segments for _ in segment.token_ids]
 
     @property
     def n_action_tokens(self) -> int:
@@ -274,7 +353,8 @@ class Episode:
     `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
     rates and filters use (the environment's, or the reward where that lies in [0, 1]). `rows` are what is
     trained on; an episode has more than one only where its context was not one growing sequence.
-    `messages` is the conversation, for people.
+    `messages` is the conversation, for people. `fingerprints` are hashes of what was played: the environment's
+    `code`, its `spec` and the `task`.
     """
 
     id: str
@@ -291,6 +371,7 @@ class Episode:
     seed: int = 0
     attempt: int = 0
     seconds: float = 0.0
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -299,8 +380,14 @@ class Episode:
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one task that are compared with each other. Ragged where members failed."""
+    """The episodes of one task that are compared with each other. Ragged where members failed.
+
+    `lost` are failed attempts that were played again, and so are not among `episodes`; `refills` of them had failed
+    for good, and another episode took their place.
+    """
 
     id: str
     task: Task
     episodes: list[Episode]
+    lost: list[Episode] = field(default_factory=list)
+    refills: int = 0

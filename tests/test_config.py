@@ -83,7 +83,7 @@ def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path)
         0.01,
         300,
     )
-    assert (second.agent.name, second.learner.name) == ("single_turn", "grpo")
+    assert (second.agent.name, second.learner.name) == ("multi_turn", "grpo")
     assert second.steps == stage_of().steps  # what the model says, as nothing nearer does
     assert all(stage.env.name == "math_verify" for stage in (first, second))
 
@@ -194,7 +194,7 @@ REFUSED = {
     "learner.lrr=1": "learner grpo: unknown key 'lrr'. Did you mean 'lr'?",
     "learner.clip_hihg=1": "learner grpo: unknown key 'clip_hihg'. Did you mean 'clip_high'?",
     "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
-    "agent.turns=1": "agent single_turn: unknown key 'turns'.",
+    "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
     "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
     # a value of the wrong kind or size says what was given
     "steps=-1": "key 'steps': input should be greater than or equal to 1, got -1",

@@ -22,10 +22,16 @@ HEAVY = {
     "torch", "transformers", "vllm",
 }  # fmt: skip
 ALLOWED = {
-    "envs": {"envgym.types", "envgym.env", "envgym.errors", "envgym.tasks"},
-    "agents": {"envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env"},
+    "envs": {
+        "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
+        "envgym.registry", "envgym.reward",
+    },
+    "agents": {
+        "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
+        "envgym.transcript",
+    },
     "learners": {"envgym.types", "envgym.learner"},
-}
+}  # fmt: skip
 RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
 

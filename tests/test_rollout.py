@@ -1,6 +1,7 @@
 """Rolling out: what goes wrong in an episode is a failure of a named kind, and nothing else."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,9 +10,9 @@ from envgym.agent import Agent, AgentConfig
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
-from envgym.errors import PromptTooLong, WorkerDied, WorkerError
+from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
 from envgym.rollout import Play, Runner
-from envgym.types import Episode, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
+from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
 SAMPLING = SamplingParams(max_tokens=4)
@@ -89,7 +90,7 @@ def play(
     spec, *, tasks=TASKS, size=2, engine=None, agent=OneAnswer, seed=0, deterministic=False, purpose="p", **config
 ):
     engine = engine or OneToken()
-    settings = RolloutConfig(**config)
+    settings = RolloutConfig(**{"refills": 0, **config})
     runner = Runner(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
@@ -270,6 +271,83 @@ def test_what_is_retryable_is_tried_again_at_most_so_often(world, deterministic,
     assert world.closed == attempts
 
 
+def test_a_group_fills_the_place_of_an_episode_that_failed_for_good_a_bounded_number_of_times(world):
+    results = iter([None, ("", 0.25, True, False, {}), ("", 0.5, True, False, {}), None, None])
+
+    def step():
+        result = next(results)
+        if result is None:
+            raise ValueError("broken")
+        return result
+
+    world.on_step = step
+    engine = OneToken()
+    [group] = play(make_spec(world), size=3, tasks=TASKS[:1], engine=engine, refills=2)
+    assert sorted(e.reward for e in group.episodes if not e.failed) == [0.25, 0.5]
+    assert [e.failed for e in group.episodes].count(True) == 1  # two places were filled, the third failure stayed
+    assert (group.refills, len(group.lost)) == (2, 2)
+    assert len({request.id for request in engine.requests}) == 5  # another attempt, another sampling seed
+    assert {seed for _, seed in world.seeds} == {group.episodes[0].seed}  # of the same problem
+
+
+def test_a_call_beyond_its_deadline_is_a_timeout_also_where_it_blocks(world):
+    class Sleeper(Env):
+        def reset(self, *, seed=None, options=None):
+            return "", {}
+
+        def step(self, action):
+            time.sleep(0.3)
+            return "", 1.0, True, False, {}
+
+    spec = EnvSpec("Sleeper-v0", Sleeper, call_timeout=0.05)
+    start = time.monotonic()
+    [outcome] = outcomes(play(spec, size=1, tasks=TASKS[:1], retries=0))
+    assert (outcome.reason, outcome.message) == ("timeout", "Sleeper-v0: step took longer than 0.05 s")
+    assert time.monotonic() - start < 0.25  # nobody waits for the call that hangs
+
+
+def test_blocking_environments_run_side_by_side(world):
+    class Sleeper(Env):
+        def reset(self, *, seed=None, options=None):
+            return "", {}
+
+        def step(self, action):
+            time.sleep(0.2)
+            return "", 1.0, True, False, {}
+
+    start = time.monotonic()
+    groups = play(EnvSpec("Sleeper-v0", Sleeper), size=10, tasks=TASKS)
+    assert time.monotonic() - start < 2.0  # one after the other they would take 6 s
+    assert all(outcome.status is Status.COMPLETED for outcome in outcomes(groups))
+
+
+def test_an_environments_own_limit_holds_and_waiting_for_it_is_not_the_episodes_time(world):
+    in_play = most = 0
+
+    async def step(*args):
+        nonlocal in_play, most
+        in_play += 1
+        most = max(most, in_play)
+        await asyncio.sleep(0.05)
+        in_play -= 1
+        return "", 1.0, True, False, {}
+
+    spec = make_spec(world)
+    spec.env_class.step = step
+    spec.config.concurrency = 2
+    groups = play(spec, size=4, episode_timeout=0.2)
+    assert most == 2
+    assert all(outcome.status is Status.COMPLETED for outcome in outcomes(groups))
+
+
+def test_each_episode_says_what_was_played(world):
+    groups = play(make_spec(world), size=2)
+    prints = [[e.fingerprints for e in group.episodes] for group in groups]
+    assert all(mine == prints[0][0] | {"task": mine["task"]} for group in prints for mine in group)
+    assert len({group[0]["task"] for group in prints}) == 3
+    assert all(set(mine) == {"code", "spec", "task"} and all(mine.values()) for group in prints for mine in group)
+
+
 def test_a_close_that_fails_or_hangs_changes_nothing(world):
     async def hang():
         if world.closed % 2:
@@ -277,7 +355,9 @@ def test_a_close_that_fails_or_hangs_changes_nothing(world):
         await asyncio.Event().wait()
 
     world.on_close = hang
-    groups = play(make_spec(world), size=2, tasks=TASKS[:1], episode_timeout=0.05)
+    spec = make_spec(world)
+    spec.config.call_timeout = 0.05
+    groups = play(spec, size=2, tasks=TASKS[:1])
     assert [episode.reward for episode in groups[0].episodes] == [1.0, 1.0]
 
 
@@ -356,13 +436,24 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
     assert [(episode.reward, episode.score) for episode in group.episodes] == [(1.0, 0.25), (0.0, 0.25)]
 
 
+def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):
+    verdicts = [Judgement(2.0, score=0.75, metrics={"style": 0.5}), None, InvalidOutcome("judge", "unreadable")]
+    [group] = play(judged_by(world, lambda task, episodes: verdicts), size=3, tasks=TASKS[:1])
+    said, silent, broken = group.episodes
+    assert (said.reward, said.score, said.metrics) == (2.0, 0.75, {"style": 0.5})
+    assert (silent.reward, silent.score, silent.failed) == (None, None, False)
+    assert (broken.outcome.reason, broken.outcome.message, broken.reward) == ("judge", "unreadable", None)
+
+
 @pytest.mark.parametrize(
     ("judge", "kind"),
     [
         (lambda task, episodes: 1 / 0, "environment"),
         (lambda task, episodes: [1.0], "invalid_environment"),
         (lambda task, episodes: [1.0, float("nan")], "invalid_environment"),
-        (lambda task, episodes: [1.0, None], "environment"),
+        (lambda task, episodes: [1.0, "good"], "invalid_environment"),
+        (lambda task, episodes: [1.0, Judgement(1.0, score=1.5)], "invalid_environment"),
+        (lambda task, episodes: [InvalidOutcome("judge", "mute")] * 2, "judge"),
     ],
 )
 def test_a_judge_that_breaks_fails_its_group_and_no_other(world, judge, kind):

@@ -15,6 +15,8 @@ from envgym.types import (
     Segment,
     StopReason,
     Task,
+    TextPart,
+    ToolCall,
     Turn,
     VersionSpan,
 )
@@ -40,13 +42,17 @@ def episode():
         reward=0.75,
         score=0.5,
         metrics={"format": 1.0},
-        messages=[Message.of("user", "1 + 1 = ?"), Message.of("assistant", "zwölf → 12 🙂")],
+        messages=[
+            Message.of("user", "1 + 1 = ?"),
+            Message("assistant", (TextPart("zwölf → 12 🙂"),), (ToolCall("1", "add", {"a": 1}),)),
+        ],
         env="sums-v0",
         group="step-000001-0/00000",
         member=1,
         seed=2**31 - 1,
         attempt=2,
         seconds=0.125,
+        fingerprints={"task": "0123456789abcdef"},
     )
 
 
@@ -74,7 +80,15 @@ def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episod
         "score": 0.5,
         "metrics": [("format", 1.0)],
         "seconds": 0.125,
-        "messages": [{"role": "user", "text": "1 + 1 = ?"}, {"role": "assistant", "text": "zwölf → 12 🙂"}],
+        "fingerprints": [("task", "0123456789abcdef")],
+        "messages": [
+            {"role": "user", "text": "1 + 1 = ?", "tool_calls": []},
+            {
+                "role": "assistant",
+                "text": "zwölf → 12 🙂",
+                "tool_calls": [{"id": "1", "name": "add", "arguments": '{"a": 1}', "error": ""}],
+            },
+        ],
     }
     assert first["objective"] == "policy_gradient"
     assert first["turns"] == [{"reward": None, "stop_reason": "stop"}, {"reward": 0.75, "stop_reason": "length"}]

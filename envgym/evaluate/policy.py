@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config import DEFAULT_AGENT, Component, RunConfig
+from envgym.config import Component, RunConfig
 from envgym.models import fetch_model
 from envgym.placement import make_agent, make_runner, make_runtime, sampling_of, start_engine
 from envgym.rollout import Play
@@ -44,7 +44,7 @@ async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> d
         spec = await stack.enter_async_context(stage.make_spec())
         model = await fetch_model(stage.model, config, display)
         if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
-            stage.agent = Component(name=DEFAULT_AGENT)
+            stage.agent = Component(name=spec.agent)
         agent = make_agent(stage, model)
         runtime = make_runtime(config, folder)
         stack.push_async_callback(runtime.close)

@@ -69,7 +69,8 @@ class Application:
 
     async def _describe(self, request: web.Request) -> web.Response:
         splits = {name: self._split(name) for name in SPLITS}
-        return _json(encode(EnvDescription(id=self._spec.id, splits=splits, services=dict(self._spec.services))))
+        services = {name: type(service).__name__ for name, service in self._spec.services.items()}
+        return _json(encode(EnvDescription(id=self._spec.id, splits=splits, services=services)))
 
     def _split(self, name: str) -> Split:
         try:

@@ -35,7 +35,7 @@ async def serve(spec: EnvSpec, host: str, port: int, *, on_ready: Callable[[str]
 def check_servable(spec: EnvSpec) -> None:
     """Raise `ConfigError` for what a client would silently play differently from the local environment."""
     if spec.services:
-        needs = ", ".join(f"{name} ({kind})" for name, kind in spec.services.items())
+        needs = ", ".join(f"{name} ({type(service).__name__})" for name, service in spec.services.items())
         raise ConfigError(f"environment {spec.id} needs model services, {needs}: these cannot be served over HTTP yet")
     if type(spec).score_group is not EnvSpec.score_group:
         raise ConfigError(f"environment {spec.id} scores groups of episodes: that cannot be served over HTTP yet")

@@ -134,9 +134,9 @@ class ModelWorker:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
-        """One float32 array [T] a row, in order. Only `token_ids` and `temperature` are read.
+        """One float32 array [T] a row, in order. Only `token_ids` and `temperatures` are read.
 
-        `lm` head: log p(token t | those before), in nats, at the row's temperature; 0 at t = 0. `scalar`: values.
+        `lm` head: log p(token t | those before), in nats, at the token's temperature; 0 at t = 0. `scalar`: values.
         """
         self.engine.eval()
         numbered = [_alone(row, index) for index, row in enumerate(rows)]
@@ -144,7 +144,7 @@ class ModelWorker:
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
         for batch in self._as_many_as_other_ranks(batches):
             ids = pad(batch, self.device).token_ids
-            outputs = self.engine(ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch))
+            outputs = self.engine(ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch, ids.shape[1]))
             for row, line in zip(batch, outputs.cpu().numpy(), strict=True):
                 scores[row.unit] = line[: len(row.token_ids)].copy()
         return scores
@@ -185,7 +185,7 @@ class ModelWorker:
         ids, row_weights, old = (
             torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
         )
-        outputs = self.engine(ids, (row_weights != 0) | old.isfinite(), self._temperatures(rows))
+        outputs = self.engine(ids, (row_weights != 0) | old.isfinite(), self._temperatures(rows, length))
         loss = 0.0 * outputs.sum()  # keeps every parameter in the graph: ranks must reduce the same ones
         metrics: Metrics = {}
         if is_silent(rows):
@@ -201,9 +201,15 @@ class ModelWorker:
             add(metrics, mismatch(outputs.detach(), old, current))
         return loss, metrics
 
-    def _temperatures(self, rows: Sequence[LearnRow]) -> torch.Tensor:
+    def _temperatures(self, rows: Sequence[LearnRow], length: int) -> torch.Tensor:
+        """[B, T] what the logits are divided by; 1 for padding."""
+        scales = np.ones((len(rows), length), np.float32)
+        for scale, row in zip(scales, rows, strict=True):
+            if row.temperatures is not None:
+                scale[: len(row.temperatures)] = row.temperatures
         # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
-        return torch.tensor([row.temperature or 1.0 for row in rows], dtype=torch.float32, device=self.device)
+        scales[scales == 0] = 1.0
+        return torch.from_numpy(scales).to(self.device)
 
     def _as_many_as_other_ranks(self, batches: list[list[LearnRow]]) -> list[list[LearnRow]]:
         """With partitioned parameters every rank must make the same number of calls: repeat the last one."""
@@ -275,7 +281,7 @@ def _alone(row: LearnRow, index: int) -> LearnRow:
     """The row as a unit of its own, without what only learning needs."""
     ids = np.asarray(row.token_ids, np.int64)
     nothing = np.zeros(len(ids), np.float32)
-    return LearnRow(ids, nothing, nothing, row.objective, temperature=row.temperature, unit=index)
+    return LearnRow(ids, nothing, nothing, row.objective, temperatures=row.temperatures, unit=index)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

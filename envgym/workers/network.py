@@ -36,7 +36,8 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
         token_ids [B, T], padded on the right: attention is causal, so no real token ever sees padding and no mask
         is needed. `wanted` [B, T] bool: tokens whose log-probability is asked for; the others, and t = 0,
-        are 0. `temperatures` [B] divide the logits. With a scalar head all values come and both are ignored.
+        are 0. `temperatures` [B, T] divide the logits that predict each token. With a scalar head all values come
+        and both are ignored.
         """
         if self.head == "scalar":
             values: torch.Tensor = self.model(input_ids=token_ids, use_cache=False).logits
@@ -45,8 +46,7 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         wanted = wanted.clone()
         wanted[:, 0] = False
         predictors = hidden[:, :-1][wanted[:, 1:]]  # the state at t - 1 predicts token t
-        scales = temperatures[:, None].expand(token_ids.shape)[wanted]
-        logprobs = self._in_chunks(predictors, token_ids[wanted], scales)
+        logprobs = self._in_chunks(predictors, token_ids[wanted], temperatures[wanted])
         return torch.zeros(token_ids.shape, device=hidden.device).masked_scatter(wanted, logprobs)
 
     def _in_chunks(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

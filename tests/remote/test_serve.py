@@ -158,9 +158,9 @@ def test_info_that_json_cannot_carry_is_left_out_counted_and_named(game, caplog)
             with caplog.at_level(logging.WARNING):
                 for _ in range(2):
                     *_, info = await env.step(Action("odd info"))
-            assert info == {"metrics": {"ok": 1.0}, "pair": [1, "x"]}
-            assert spec.counters.dropped_info == 6
-            assert sorted(record.args[1] for record in caplog.records) == ["3", "metrics.bad", "set"]
+            assert info == {"metrics": {"ok": 1.0, "invalid_metrics": 1.0}, "pair": [1, "x"]}
+            assert spec.counters.dropped_info == 4
+            assert sorted(record.args[1] for record in caplog.records) == ["3", "set"]
             with pytest.raises(InvalidStep, match="cannot be sent as JSON"):  # what must arrive whole is not trimmed
                 await env.step(Action("set"))
             await env.close()

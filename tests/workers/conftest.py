@@ -74,7 +74,7 @@ def make_rows():
                     weights=weights,
                     old_logprobs=np.full(length, np.nan, np.float32),
                     objective=Objective.CROSS_ENTROPY if index % 3 else Objective.POLICY_GRADIENT,
-                    temperature=float(rng.choice([0.7, 1.0, 1.3])),
+                    temperatures=np.full(length, rng.choice([0.7, 1.0, 1.3]), np.float32),
                     unit=index,
                 )
             )

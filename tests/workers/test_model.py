@@ -16,7 +16,7 @@ def reference_logprobs(folder, rows):
     for row in rows:
         ids = torch.tensor(row.token_ids)[None]
         with torch.no_grad():
-            logprobs = (model(input_ids=ids).logits[0] / row.temperature).log_softmax(-1)
+            logprobs = (model(input_ids=ids).logits[0] / float(row.temperatures[0])).log_softmax(-1)
         out.append(np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]))
     return out
 
@@ -100,7 +100,7 @@ def one_step_by_hand(folder, rows):
         totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
     for row in rows:
         ids = torch.tensor(row.token_ids)[None]
-        logprobs = (model(input_ids=ids).logits[0, :-1] / row.temperature).log_softmax(-1)
+        logprobs = (model(input_ids=ids).logits[0, :-1] / float(row.temperatures[0])).log_softmax(-1)
         taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
         (-(taken * torch.tensor(row.weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
     return {name: (p - p.grad).detach().float() for name, p in model.named_parameters()}
