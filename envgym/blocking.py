@@ -1,0 +1,90 @@
+"""A thread of its own for an environment whose methods block, so that it never holds the event loop up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class OwnThread:
+    """Runs calls one after the other on one daemon thread, started when first needed.
+
+    One thread an instance, not a pool: a call that hangs keeps its own thread only, libraries that tie state to a
+    thread (databases, renderers) see one, and the process can end while a call still hangs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unfinished = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not returned."""
+        return self._unfinished > 0
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function` on the thread and return what it returns; a coroutine function gets a loop there."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def job() -> None:
+            error: BaseException | None = None
+            result = None
+            try:
+                result = _run(function, *args, **kwargs)
+            except BaseException as raised:  # also SystemExit: user code must not end the thread
+                error = raised
+            self._unfinished -= 1
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._unfinished += 1
+        self._put(job)
+        return await future
+
+    def submit(self, function: Callable[[], Any]) -> None:
+        """Run `function` after everything else on the thread; what it returns or raises is of no interest."""
+
+        def job() -> None:
+            with contextlib.suppress(BaseException):
+                _run(function)
+
+        self._put(job)
+
+    def end(self) -> None:
+        """Let the thread end once it has done what it was given."""
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # its deadline has passed
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # neither may travel through a future or end the loop
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

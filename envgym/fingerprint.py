@@ -1,0 +1,48 @@
+"""Short hashes of what was played, by which results can be told apart or compared: code, description, task."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from .types import Task
+
+DIGITS = 16
+"""Hexadecimal digits of a fingerprint: 64 bits."""
+
+
+def text_hash(text: str) -> str:
+    """A fingerprint of `text`."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+
+
+def source_hash(classes: Iterable[type]) -> str:
+    """A fingerprint of the source files that define `classes`: of the whole package where one is defined in its
+    `__init__`. Empty where there is no source to be read."""
+    names = {cls.__module__ for cls in classes}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return _files_hash(frozenset(file for file in files if file))
+
+
+@functools.cache  # what this process imported stays as it was read
+def _files_hash(files: frozenset[str]) -> str:
+    sources: set[Path] = set()
+    for file in map(Path, files):
+        sources |= set(file.parent.rglob("*.py")) if file.name == "__init__.py" else {file}
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        try:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        except OSError:  # defined in a notebook or typed in
+            continue
+    return digest.hexdigest()[:DIGITS] if sources else ""
+
+
+def task_hash(task: Task) -> str:
+    """A fingerprint of what a task asks and of what answers it."""
+    prompt = task.prompt if isinstance(task.prompt, str) else [message.as_dict() for message in task.prompt]
+    return text_hash(json.dumps([prompt, task.answer, dict(task.fields), task.seed], sort_keys=True, default=str))
