@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import Field
 
-from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
-from envgym.errors import ConfigError, missing_package
-from envgym.tasks import DataConfig, TaskSplits, load_tasks
+from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.errors import missing_package
+from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Message, Task, as_messages
 
 from .answers import boxed, judge_at_once, reference
@@ -20,9 +20,9 @@ from .arithmetic import ArithmeticTasks, Operation, held_out_tasks
 from .grader import Grader, Verdict
 
 
-class MathVerifyConfig(EnvConfig):
-    data: DataConfig | None = None
-    """Tasks from a file; without one they are sums made up here."""
+class MathVerifyConfig(DataEnvConfig):
+    """Without data the tasks are sums made up here."""
+
     operations: tuple[Operation, ...] = Field(("+",), min_length=1)
     """Operations of the sums."""
     digits: int = Field(2, ge=1, le=18)
@@ -64,7 +64,7 @@ class MathVerifyEnv(Env):
         return (), score, True, False, {"score": score, "metrics": metrics}
 
 
-class MathVerify(EnvSpec):
+class MathVerify(DataEnvSpec):
     """The tasks, and the processes that grade."""
 
     env_class = MathVerifyEnv
@@ -72,32 +72,25 @@ class MathVerify(EnvSpec):
     config: MathVerifyConfig
 
     _grader: Grader | None = None
-    _splits: TaskSplits | None = None
 
     async def setup(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise missing_package("math-verify", "math", f"environment {self.id}")
-        if self.config.data is not None:
-            self._splits = await asyncio.to_thread(load_tasks, self.config.data)
+        await super().setup()
         self._grader = Grader(self.config.grader_processes, self.config.grader_timeout)
 
     async def teardown(self) -> None:
         if self._grader is not None:
             await asyncio.to_thread(self._grader.close)
             self._grader = None
+        await super().teardown()
 
-    def tasks(self, split: str) -> TaskSet:
-        if split not in ("train", "test"):
-            raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
-        if self.config.data is not None:
-            if self._splits is None:
-                raise RuntimeError("tasks are read from a file by setup, which has not run")
-            return ListTasks(self._splits.train if split == "train" else self._splits.test)
+    def own_tasks(self, split: str) -> TaskSet:
         if split == "train":
             return ArithmeticTasks(self.config.operations, self.config.digits)
         return ListTasks(held_out_tasks(self.config.operations, self.config.digits))
 
-    def demonstrations(self, task: Task, seed: int) -> list[str]:
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """One right answer, in a format drawn by the seed; only the boxed one would earn the reward."""
         rng = random.Random(f"{task.id} {seed}")
         answer = reference(task.answer)

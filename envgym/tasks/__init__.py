@@ -1,0 +1,12 @@
+"""Tasks from the user's own data: files, folders and generators, mixed, and split into train and held-out."""
+
+from .config import DataConfig, SourceConfig
+from .interleave import InProportion, Interleaved
+from .reading import prompt_key
+from .spec import DataEnvConfig, DataEnvSpec
+from .split import TaskSplits, load_tasks
+
+__all__ = [
+    "DataConfig", "DataEnvConfig", "DataEnvSpec", "InProportion", "Interleaved", "SourceConfig", "TaskSplits",
+    "load_tasks", "prompt_key",
+]  # fmt: skip

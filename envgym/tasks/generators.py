@@ -1,0 +1,102 @@
+"""Rows from a Python function of the user's: `file.py:function`, called without arguments, yields them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from envgym.env import TaskSet
+from envgym.errors import DataError, EnvgymError
+from envgym.loading import load_function
+from envgym.types import Task
+
+from .reading import TaskReader
+from .rows import ListedRows, Row
+
+MAX_ROWS = 10_000_000
+"""A generator that yields more was meant to be endless."""
+KEPT = 10_000
+"""Tasks of an endless generator that can be asked for again without starting it anew."""
+
+
+def read_generator(target: str, limit: int | None) -> ListedRows:
+    """The first `limit` rows of a generator that ends. Raises `DataError`."""
+    rows: list[Row] = []
+    for row in yielded(target):
+        if len(rows) == limit:
+            break
+        if len(rows) == MAX_ROWS:
+            raise DataError(f"{target} has yielded {MAX_ROWS:,} rows and goes on: set data.limit, or data.endless=true")
+        rows.append(row)
+    return ListedRows(rows, target, stem_of(target))
+
+
+def yielded(target: str) -> Iterator[Row]:
+    """What the function yields, from its start. Raises `DataError` where it raises, or yields what is no row."""
+    function = load_function(target, "generator of rows")
+    number = 0
+    try:
+        for row in function():
+            number += 1
+            if not isinstance(row, Mapping):
+                raise DataError(f"{target}:{number}: a row is a mapping of fields, not a {type(row).__name__}")
+            yield dict(row)
+    except EnvgymError:
+        raise
+    except Exception as error:  # it is the user's code
+        raise DataError(f"{target} failed after {number} rows: {type(error).__name__}: {error}") from error
+
+
+def stem_of(target: str) -> str:
+    """What rows of a generator are called by: its function's name."""
+    return Path(target).name.rpartition(":")[2]
+
+
+class EndlessTasks(TaskSet):
+    """The tasks of one split of an endless generator: those whose prompt's key `belongs` to it.
+
+    A generator can only be read in order, so reading far ahead takes time, and reading far back starts it anew:
+    it must yield the same rows every time.
+    """
+
+    def __init__(self, target: str, reader: TaskReader, belongs: Callable[[int], bool]) -> None:
+        self._target, self._reader, self._belongs = target, reader, belongs
+        self._lock = threading.Lock()
+        self._tasks: Iterator[Task] = iter(())
+        self._last: deque[Task] = deque(maxlen=KEPT)
+        self._count = 0
+
+    @property
+    def size(self) -> None:
+        return None
+
+    @property
+    def reach(self) -> int:
+        return KEPT
+
+    async def get(self, index: int) -> Task:
+        return await asyncio.to_thread(self._get, index)
+
+    def _get(self, index: int) -> Task:
+        if index < 0:
+            raise IndexError(index)
+        with self._lock:
+            if self._count == 0 or index < self._count - len(self._last):
+                self._tasks, self._count = self._read(), 0
+                self._last.clear()
+            while self._count <= index:
+                self._last.append(next(self._tasks))
+                self._count += 1
+            return self._last[index - self._count]
+
+    def _read(self) -> Iterator[Task]:
+        number = 0
+        for number, row in enumerate(yielded(self._target), start=1):
+            where, name = f"{self._target}:{number}", f"{stem_of(self._target)}-{number}"
+            task, key = self._reader.read_with_key(row, where, name)
+            if self._belongs(key):
+                yield task
+        raise DataError(f"{self._target} ended after {number} rows: it is not endless (data.endless=false)")

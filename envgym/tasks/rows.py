@@ -1,0 +1,188 @@
+"""Rows that can be read by number: lines of a file, rows of a table, or of several one after the other.
+
+They are kept as they are stored (text, columns) and parsed when asked for: a million parsed rows would take
+several times the memory.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import DataError, missing_package
+
+Row = dict[str, Any]
+BATCH = 1000
+"""Rows of a table that are converted together when all are read."""
+
+
+class Rows(ABC):
+    """Rows by number from 0. `line` is the number people know a row by, from 1; `name` what its id is made of."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Row:
+        """The row at `index`. Raises `DataError` for one that cannot be read."""
+
+    @abstractmethod
+    def place(self, index: int) -> tuple[str, int]:
+        """The file that holds the row, and its line there."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What a task made of the row is called where no field says."""
+
+    def __iter__(self) -> Iterator[Row]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def where(self, index: int) -> str:
+        return "{}:{}".format(*self.place(index))
+
+
+class JsonLines(Rows):
+    """A file of JSON objects, one a line. Its text is in memory, so that the file may change meanwhile."""
+
+    def __init__(self, path: Path, stem: str, limit: int | None) -> None:
+        self._path, self._stem = path, stem
+        self._text = bytearray()
+        self._starts, self._lines = array("Q"), array("Q")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if len(self._lines) == limit:
+                    break
+                if not line.isspace():
+                    self._starts.append(len(self._text))
+                    self._lines.append(number)
+                    self._text += line
+        self._starts.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        raw = self._text[self._starts[index] : self._starts[index + 1]]
+        try:
+            row = json.loads(raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.where(index)}: not JSON: {error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets 10,000 deep
+            raise DataError(f"{self.where(index)}: not usable JSON: {error}") from None
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise DataError(f"{self.where(index)}: a row is one JSON object, {{…}}, not a {kind}")
+        return row
+
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), self._lines[index]
+
+    def name(self, index: int) -> str:
+        return f"{self._stem}-{self._lines[index]}"
+
+
+class TableRows(Rows):
+    """A Parquet file, in memory by columns, or an Arrow file, of which only what is read is in memory."""
+
+    def __init__(self, path: Path, stem: str, limit: int | None) -> None:
+        self._path, self._stem = path, stem
+        table = _read_table(path)
+        self._table = table if limit is None else table.slice(0, limit)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        [row] = self._table.slice(index, 1).to_pylist()
+        return dict(row)
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self._table.to_batches(max_chunksize=BATCH):
+            yield from batch.to_pylist()
+
+    def place(self, index: int) -> tuple[str, int]:
+        return str(self._path), index + 1
+
+    def name(self, index: int) -> str:
+        return f"{self._stem}-{index + 1}"
+
+
+class ListedRows(Rows):
+    """Rows that a generator has yielded."""
+
+    def __init__(self, rows: Sequence[Row], source: str, stem: str) -> None:
+        self._rows, self._source, self._stem = rows, source, stem
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+    def place(self, index: int) -> tuple[str, int]:
+        return self._source, index + 1
+
+    def name(self, index: int) -> str:
+        return f"{self._stem}-{index + 1}"
+
+
+class ChainedRows(Rows):
+    """Several files one after the other, of which the last may not be wanted whole."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        part, inside = self._find(index)
+        return part[inside]
+
+    def __iter__(self) -> Iterator[Row]:
+        for part in self._parts:
+            yield from part
+
+    def place(self, index: int) -> tuple[str, int]:
+        part, inside = self._find(index)
+        return part.place(inside)
+
+    def name(self, index: int) -> str:
+        part, inside = self._find(index)
+        return part.name(inside)
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def _read_table(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package("pyarrow", "train", f"reading {path}") from None
+    try:
+        if path.suffix == ".parquet":
+            return pyarrow.parquet.read_table(path)
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
+        raise DataError(f"{path}: not {kind} file that can be read: {str(error).splitlines()[0]}") from None

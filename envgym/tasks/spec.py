@@ -1,0 +1,53 @@
+"""The shared half of an environment whose tasks come from the user's data."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from envgym.env import EnvConfig, EnvSpec, TaskSet
+from envgym.errors import ConfigError
+
+from .config import DataConfig
+from .split import TaskSplits, load_tasks
+
+
+class DataEnvConfig(EnvConfig):
+    """Settings of an environment that takes `data`."""
+
+    data: DataConfig | None = None
+    """Tasks from files, folders or generators."""
+
+
+class DataEnvSpec(EnvSpec):
+    """An environment that takes its tasks from `data`, and from `own_tasks` where no data is given.
+
+    A subclass that overrides `setup` or `teardown` calls these.
+    """
+
+    Config = DataEnvConfig
+    config: DataEnvConfig
+    answer_required: ClassVar[bool] = True
+    """Whether every row must have an answer, text or a number; else it may be any value, or missing (None)."""
+
+    _splits: TaskSplits | None = None
+
+    async def setup(self) -> None:
+        if self.config.data is not None:
+            self._splits = await asyncio.to_thread(load_tasks, self.config.data, answer_required=self.answer_required)
+
+    async def teardown(self) -> None:
+        self._splits = None
+
+    def tasks(self, split: str) -> TaskSet:
+        if split not in ("train", "test"):
+            raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
+        if self.config.data is None:
+            return self.own_tasks(split)
+        if self._splits is None:
+            raise RuntimeError("tasks are read from data by setup, which has not run")
+        return self._splits.train if split == "train" else self._splits.test
+
+    def own_tasks(self, split: str) -> TaskSet:
+        """The tasks of `train` or `test` without data."""
+        raise ConfigError(f"environment {self.id} has no tasks of its own: give it some with data.path=FILE")

@@ -1,0 +1,232 @@
+"""Reads the tasks that the settings describe, and splits them by prompt: none is on both sides."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+from envgym.env import ListTasks, TaskSet
+from envgym.errors import DataError
+from envgym.types import Task
+
+from .config import DataConfig, SourceConfig, is_generator
+from .folders import open_rows, test_split_of
+from .generators import EndlessTasks, read_generator
+from .interleave import InProportion, Interleaved
+from .reading import KEYS, TaskReader
+from .rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSplits:
+    """Train and held-out tasks, which share no prompt; `dropped` train tasks were in a held-out file."""
+
+    train: TaskSet
+    test: TaskSet
+    dropped: int = 0
+
+
+def load_tasks(config: DataConfig, *, answer_required: bool = True) -> TaskSplits:
+    """Read and split the tasks that `config` describes. Every row is checked, but for those of an endless generator.
+
+    With `answer_required` each row has an answer, text or a number; else it may be any value, or be missing (None).
+    Raises `DataError` naming the file and the line of what is wrong. Reads whole files: call it in a thread.
+    """
+    sources: list[_Source] = []
+    for name, settings in config.each().items():
+        kind = _Endless if settings.endless else _Finite
+        sources.append(kind(settings, f"{name}/" if name else "", answer_required))
+    held_out = _HeldOut()
+    if config.sources and config.test_path is not None:
+        common = SourceConfig(**config.model_dump(exclude={"sources"}, exclude_unset=True))
+        tests: list[TaskSet] = [_File(config.test_path, config.test_split, common, "", answer_required).into(held_out)]
+    else:
+        tests = [source.hold_out(held_out) for source in sources]
+    trains = [source.train(held_out) for source in sources]
+    dropped = sum(source.dropped for source in sources)
+    if len(sources) == 1:
+        return TaskSplits(trains[0], tests[0], dropped)
+    weights = [source.weight for source in config.sources.values() if source.weight is not None]
+    test = InProportion(tests, weights if len(tests) == len(weights) else [1.0 + (part.size or 0) for part in tests])
+    return TaskSplits(Interleaved(trains, weights) if weights else _Joined(trains), test, dropped)
+
+
+@dataclass(slots=True)
+class _HeldOut:
+    """Keys of the prompts that no source may train on."""
+
+    keys: set[int] = field(default_factory=set)
+    below: int = 0
+    """All keys smaller than this are held out: an endless source cannot list its own."""
+
+    def __contains__(self, key: int) -> bool:
+        return key < self.below or key in self.keys
+
+
+class _File:
+    """The rows at a path and their prompts' keys. Every row has been read once, and found good."""
+
+    def __init__(
+        self, path: str, split: str | None, settings: SourceConfig, prefix: str, answer_required: bool,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        if is_generator(path):
+            self.rows: Rows = read_generator(path, limit)
+        else:
+            self.rows = open_rows(Path(path), split, limit)
+        self.reader = TaskReader(settings, answer_required=answer_required, prefix=prefix)
+        self.keys = array("Q")
+        seen: dict[str, int] = {}
+        for index, row in enumerate(self.rows):
+            task, key = self.reader.read_with_key(row, self.rows.where(index), self.rows.name(index))
+            self.keys.append(key)
+            if settings.id is not None and (other := seen.setdefault(task.id, index)) != index:
+                where, line = self.rows.where(index), self.rows.place(other)[1]
+                raise DataError(f"{where}: the id {task.id!r} is also that of line {line}")
+        if not self.keys:
+            raise DataError(f"{path} holds no rows")
+
+    def tasks(self, indices: Sequence[int] | None = None) -> RowTasks:
+        return RowTasks(self.rows, self.reader, range(len(self.rows)) if indices is None else indices)
+
+    def into(self, held_out: _HeldOut) -> RowTasks:
+        """Hold all of it out."""
+        held_out.keys.update(self.keys)
+        return self.tasks()
+
+
+class _Source(ABC):
+    """One source: what it holds out is collected from all before any says what it trains on."""
+
+    dropped = 0
+
+    def __init__(self, settings: SourceConfig, prefix: str, answer_required: bool) -> None:
+        self.settings, self.prefix, self.answer_required = settings, prefix, answer_required
+        self.path = str(settings.path)
+
+    @abstractmethod
+    def hold_out(self, held_out: _HeldOut) -> TaskSet:
+        """The held-out tasks, whose keys are added to `held_out`."""
+
+    @abstractmethod
+    def train(self, held_out: _HeldOut) -> TaskSet:
+        """What is not held out by anybody. Raises `DataError` where nothing is left."""
+
+    def named_test(self) -> _File | None:
+        """The held-out tasks of the settings' path or split, or of the split that is usually held out."""
+        path, split = self.settings.test_path or self.path, self.settings.test_split
+        if self.settings.test_path is None and split is None:
+            split = None if is_generator(path) else test_split_of(Path(path), self.settings.split)
+            if split is None:
+                return None
+        return _File(path, split, self.settings, self.prefix, self.answer_required)
+
+
+class _Finite(_Source):
+    def __init__(self, settings: SourceConfig, prefix: str, answer_required: bool) -> None:
+        super().__init__(settings, prefix, answer_required)
+        self._file = _File(self.path, settings.split, settings, prefix, answer_required, settings.limit)
+        self._own: set[int] = set()
+
+    def hold_out(self, held_out: _HeldOut) -> TaskSet:
+        if (test := self.named_test()) is not None:
+            return test.into(held_out)
+        self._own = self._share()
+        held_out.keys |= self._own
+        return self._file.tasks(array("Q", (i for i, key in enumerate(self._file.keys) if key in self._own)))
+
+    def train(self, held_out: _HeldOut) -> TaskSet:
+        keys, path = self._file.keys, self.path
+        left = array("Q", (index for index, key in enumerate(keys) if key not in held_out))
+        if not left:
+            also = self.settings.test_path or "what is held out"
+            raise DataError(f"{path}: every prompt is also in {also}, so there is nothing to train on")
+        self.dropped = sum(key in held_out and key not in self._own for key in keys)
+        if self.dropped:
+            logging.getLogger(__name__).warning(
+                "%d of the %d tasks of %s are held out elsewhere: they are not trained on",
+                self.dropped,
+                len(keys),
+                path,
+            )
+        return self._file.tasks(left)
+
+    def _share(self) -> set[int]:
+        """Hold out the prompts whose key is small: duplicates stay together, and new rows move none of the old."""
+        fraction, keys = self.settings.test_fraction, set(self._file.keys)
+        if fraction == 0:
+            return set()
+        if len(keys) == 1:
+            raise DataError(
+                f"{self.path}: all rows have one prompt, so none can be held out: "
+                "set data.test_path, or data.test_fraction=0 to train without"
+            )
+        # Of a handful of prompts the share may be none or all: keep one on either side.
+        return ({key for key in keys if key < fraction * KEYS} | {min(keys)}) - {max(keys)}
+
+
+class _Endless(_Source):
+    """An endless generator: what it holds out goes by the key alone."""
+
+    def hold_out(self, held_out: _HeldOut) -> TaskSet:
+        if (test := self.named_test()) is not None:
+            return test.into(held_out)
+        below = round(self.settings.test_fraction * KEYS)
+        held_out.below = max(held_out.below, below)
+        return self._tasks(lambda key: key < below) if below else ListTasks([])
+
+    def train(self, held_out: _HeldOut) -> TaskSet:
+        return self._tasks(lambda key: key not in held_out)
+
+    def _tasks(self, belongs: Callable[[int], bool]) -> EndlessTasks:
+        reader = TaskReader(self.settings, answer_required=self.answer_required, prefix=self.prefix)
+        return EndlessTasks(self.path, reader, belongs)
+
+
+class RowTasks(TaskSet):
+    """Tasks made of rows when they are asked for; `indices` are those of the rows."""
+
+    def __init__(self, rows: Rows, reader: TaskReader, indices: Sequence[int]) -> None:
+        self._rows, self._reader, self._indices = rows, reader, indices
+
+    @property
+    def size(self) -> int:
+        return len(self._indices)
+
+    async def get(self, index: int) -> Task:
+        return self[index]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Task:
+        number = self._indices[index]
+        return self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(len(self)))
+
+
+class _Joined(TaskSet):
+    """The tasks of several finite sets, one after the other."""
+
+    def __init__(self, parts: Sequence[TaskSet]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.size or 0 for part in parts))
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    async def get(self, index: int) -> Task:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        return await self._parts[number].get(index - (self._ends[number - 1] if number else 0))
