@@ -388,7 +388,7 @@ def test_a_spec_is_json_and_an_env_is_cheap():
     rebuilt = envgym.registry.spec_from_json(spec.to_json())
     assert rebuilt == spec
     assert isinstance(rebuilt, EnvSpec)
-    assert rebuilt.config.data.prompt == "q"
+    assert rebuilt.config.data.prompt == ("q",)
     random_state = random.getstate()
     spec.make()
     assert random.getstate() == random_state, "the global generator is left alone"
