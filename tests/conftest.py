@@ -59,6 +59,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved folder with a reward model of `tiny_model`'s architecture and tokenizer: one number a conversation."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("tiny_reward_model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.num_labels, config.mean, config.std = 1, 0.5, 2.0
+    Qwen3ForSequenceClassification(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
     "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"

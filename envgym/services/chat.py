@@ -1,0 +1,169 @@
+"""The client of a language model behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.types import Message, as_messages
+
+from .client import ChatClient, Conversation
+from .declarations import Chat
+from .http import JsonCaller
+
+IN_MEMORY = 20_000
+"""Repeatable answers kept in memory; the longest unused goes first."""
+
+
+class OpenAIChatClient(ChatClient):
+    """Asks `POST BASE_URL/chat/completions`.
+
+    An answer that is repeatable (greedy, or sampled with a seed) is asked for once: the same question gets the kept
+    one, also from several episodes at the same time. Raises `ConfigError` where the key's variable is not set.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        super().__init__()
+        self._chat = chat
+        key = os.environ.get(chat.api_key_env, "").strip() if chat.api_key_env else ""
+        if chat.api_key_env and not key:
+            raise ConfigError(
+                f"{chat.model} at {chat.base_url}: the environment variable {chat.api_key_env}, which should hold its "
+                "API key, is not set"
+            )
+        self._cache: Path | None = None
+        if chat.cache_dir is not None:
+            self._cache = Path(chat.cache_dir).expanduser()
+            try:
+                self._cache.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cache_dir: {self._cache} cannot be made: {error.strerror}") from None
+        self._caller = JsonCaller(
+            f"{chat.model} at {chat.base_url}",
+            self.counters,
+            secret=key,
+            timeout=chat.timeout,
+            tries=chat.tries,
+            concurrency=chat.concurrency,
+            requests_per_minute=chat.requests_per_minute,
+        )
+        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._asking: dict[str, asyncio.Task[str]] = {}
+
+    async def complete(
+        self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
+    ) -> str:
+        body: dict[str, Any] = {
+            "model": self._chat.model,
+            "messages": [_api_form(message) for message in as_messages(messages)],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        if seed is not None:
+            body["seed"] = seed
+        for name, value in self._chat.extra.items():
+            body.pop(name, None)
+            if value is not None:
+                body[name] = value
+        repeatable = temperature == 0 or seed is not None
+        return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
+
+    async def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await self._caller.close()
+
+    async def _kept_or_asked(self, body: Mapping[str, Any]) -> str:
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+        if (kept := self._find(key)) is not None:
+            self.counters["cached"] += 1
+            return kept
+        if key not in self._asking:  # whoever else asks the same meanwhile waits for this one request
+            self._asking[key] = asyncio.create_task(self._ask_and_keep(key, body))
+            self._asking[key].add_done_callback(lambda task: self._answered(key, task))
+        else:
+            self.counters["cached"] += 1
+        return await asyncio.shield(self._asking[key])
+
+    def _answered(self, key: str, task: asyncio.Task[str]) -> None:
+        del self._asking[key]
+        if not task.cancelled():
+            task.exception()  # mark as seen: those who asked may be gone
+
+    async def _ask_and_keep(self, key: str, body: Mapping[str, Any]) -> str:
+        text = await self._ask(body)
+        self._remember(key, text)
+        if self._cache is not None:
+            try:
+                _write(_file(self._cache, key), text)
+            except OSError:  # a full disk costs the next run a question, not this one its answer
+                self.counters["not_cached"] += 1
+        return text
+
+    async def _ask(self, body: Mapping[str, Any]) -> str:
+        answer = await self._caller.post(f"{self._chat.base_url}/chat/completions", body)
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            self.counters["failures"] += 1
+            raise InvalidOutcome("service", f"{self._chat.model} at {self._chat.base_url} answers without any text")
+        usage = answer.get("usage")
+        for name in ("prompt_tokens", "completion_tokens"):
+            count = usage.get(name) if isinstance(usage, dict) else None
+            self.counters[name] += count if isinstance(count, int) else 0
+        return text
+
+    # -- answers that are kept ----------------------------------------------------------------------------
+
+    def _find(self, key: str) -> str | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        if self._cache is None or (text := _read(_file(self._cache, key))) is None:
+            return None
+        self._remember(key, text)
+        return text
+
+    def _remember(self, key: str, text: str) -> None:
+        self._kept[key] = text
+        if len(self._kept) > IN_MEMORY:
+            self._kept.popitem(last=False)
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / key[:2] / f"{key}.json"
+
+
+def _read(path: Path) -> str | None:
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))["answer"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that a full disk cut short
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: other processes may share the folder."""
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        json.dump({"answer": text}, file)
+    os.replace(file.name, path)
+
+
+def _api_form(message: Message) -> dict[str, Any]:
+    """A message as the API takes it, which wants the arguments of tool calls as text."""
+    result = message.as_dict()
+    for call in result.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return result

@@ -1,0 +1,82 @@
+"""What an environment is handed for a service it declared."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from envgym.types import Message
+
+T = TypeVar("T")
+Conversation = str | Sequence[Message | Mapping[str, Any]]
+"""Plain text, or chat messages."""
+
+
+class Client:
+    """Base of the clients. Make one inside the event loop of the run.
+
+    Calls may come from any event loop or thread: a blocking environment, which has a thread of its own, writes
+    `asyncio.run(client.complete(…))`. `counters` says what happened: requests, retries, failures and the like.
+    """
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self._home = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        """Start what the service needs. Calls do this too; asked for early, it is in nobody's deadline."""
+
+    async def close(self) -> None:
+        """Release it. Safe to call twice."""
+
+    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call` in the event loop that the client belongs to."""
+        if asyncio.get_running_loop() is self._home:
+            return await call
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What a reward service says of a conversation: a reward; a score where it gave one; numbers to report."""
+
+    reward: float
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardClient(Client, ABC):
+    """Scores conversations; those that concurrent episodes ask about are scored together."""
+
+    @abstractmethod
+    async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
+        """Judge the last message of a conversation. `label` is the task's answer, for services that compare with it.
+
+        Raises `InvalidOutcome` where no reward can be had: the episode then fails, it is not worth zero.
+        """
+
+    async def score_one(self, conversation: Conversation) -> float:
+        """The reward of one conversation."""
+        return (await self.assess(conversation)).reward
+
+    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The rewards of several, in order."""
+        return list(await asyncio.gather(*(self.score_one(conversation) for conversation in conversations)))
+
+
+class ChatClient(Client, ABC):
+    """Answers conversations."""
+
+    @abstractmethod
+    async def complete(
+        self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
+    ) -> str:
+        """The assistant's next message. Raises `InvalidOutcome` where none can be had.
+
+        Give a seed of the environment's own (`self.rng.getrandbits(31)`) where an answer that is sampled should be
+        the same again in a deterministic run.
+        """

@@ -1,0 +1,133 @@
+"""What an environment may declare that it needs. Settings without heavy imports, so that they are checked early.
+
+No secret is ever a setting: a key is named by its environment variable, a token by its file.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Service(BaseModel):
+    """Base of the declarations. Equal declarations share one client, and so one model and its batches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def key(self) -> str:
+        """Equal for declarations that may share a client."""
+        return f"{type(self).__name__} {self.model_dump_json()}"
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("a URL looks like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise ValueError("a URL must hold no password: it would be written into the run's folder")
+    return url.rstrip("/")
+
+
+def _one_as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _checked_name(name: str) -> str:
+    # A key pasted where its variable's name belongs would be written into the run's folder.
+    if name and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
+        raise ValueError("this is the name of an environment variable, not the key itself")
+    return name
+
+
+def _checked_template(template: str | None) -> str | None:
+    if template is not None and "{answer}" not in template:
+        raise ValueError("a template holds {answer}, and {prompt} as well as a rule")
+    return template
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
+
+
+class RewardModel(Service):
+    """A Hugging Face sequence-classification model with one output, in a process that the runtime places.
+
+    Its client is a `RewardClient`.
+    """
+
+    model: str = Field(min_length=1)
+    """Folder or hub id, or the folder of a run that trained one."""
+    batch_size: int = Field(16, ge=1)
+    """Conversations that go through the model at once."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest conversation in tokens; by default the model's own limit."""
+    too_long: Literal["fail", "cut"] = "fail"
+    """A longer one fails its episode (`too_long`), or loses its beginning (`cut`), which the metric `cut` counts."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the weights; `auto` is bfloat16 on an accelerator and float32 on a CPU."""
+    normalise: bool = False
+    """Return (reward - mean) / std with the `mean` and `std` that the model's config must then hold."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds one round of batches may take."""
+
+
+class RewardEndpoint(Service):
+    """A reward server over HTTP: POST {"query": […], "prompts": […], "labels": […]} -> {"rewards": […]}.
+
+    It may also return `scores` and `extra_logs` (names to lists or numbers), which become score and metrics. Its
+    client is a `RewardClient`.
+    """
+
+    urls: Annotated[tuple[Url, ...], BeforeValidator(_one_as_tuple)] = Field(min_length=1)
+    """Addresses of equal servers (`http://host:5000/get_reward`), which share the work."""
+    token_file: str | None = None
+    """File that holds the token the servers ask for."""
+    template: Annotated[str | None, AfterValidator(_checked_template)] = "{prompt}{answer}"
+    """How a query is written. Unset (null): as a list of messages, to which the server applies its chat template."""
+    batch_size: int = Field(64, ge=1)
+    """Queries in one request at most."""
+    concurrency: int = Field(16, ge=1)
+    """Requests in flight at once."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds one try of a request may take."""
+    tries: int = Field(5, ge=1)
+    """Tries of a request that the network or the server fails."""
+
+
+class Chat(Service):
+    """A language model behind an OpenAI-compatible API. Its client is a `ChatClient`."""
+
+    base_url: Url
+    """Address up to and without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
+    model: str = Field(min_length=1)
+    """The model's name there."""
+    api_key_env: Annotated[str, AfterValidator(_checked_name)] = ""
+    """Name of the environment variable that holds the API key; empty for none."""
+    concurrency: int = Field(16, ge=1)
+    """Requests in flight at once."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Requests begun in a minute at most, evenly spaced."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds one try of a request may take."""
+    tries: int = Field(5, ge=1)
+    """Tries of a request that the network or the server fails."""
+    cache_dir: str | None = None
+    """Folder that keeps repeatable answers (greedy or seeded) from run to run; within a run they are kept anyway."""
+    extra: dict[str, Any] = {}
+    """Merged over every request's body; null removes a key (`{"max_tokens": null, "max_completion_tokens": 900}`)."""
+
+
+class Policy(Service):
+    """The policy in training: opponents, self-play. Rendered and sampled as the run does it; nothing it says is
+    trained on. Its client is a `ChatClient`."""
+
+
+def _policy_by_name(value: Any) -> Any:
+    return Policy() if value == "policy" else value
+
+
+ChatOrPolicy = Annotated[Chat | Policy, BeforeValidator(_policy_by_name)]
+"""For an environment's setting: `env.opponent=policy`, or `env.opponent.base_url=… env.opponent.model=…`."""

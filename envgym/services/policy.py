@@ -1,0 +1,85 @@
+"""The client of the policy in training: opponents and self-play."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from envgym.engines.base import Engine, Request, SamplingParams
+from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.types import Observation, as_messages
+
+from .client import ChatClient, Conversation
+
+if TYPE_CHECKING:
+    from envgym.render import Renderer
+    from envgym.sampler import Waves
+
+WAVES: ContextVar[Waves | None] = ContextVar("WAVES", default=None)
+"""Where the episode that is asking has its requests wait for those of others, in a deterministic run. The runner sets
+it: what an opponent samples is then part of the same waves, and as repeatable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What samples the policy."""
+
+    renderer: Renderer
+    engine: Engine
+    max_model_len: int
+    deterministic: bool
+    seed: int
+
+
+class PolicyClient(ChatClient):
+    """Samples the run's own engine, with the weights it has at that moment. Usable once the engine runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._bound: Bound | None = None
+
+    def bind(self, bound: Bound) -> None:
+        """Sample with these from now on."""
+        self._bound = bound
+
+    async def complete(
+        self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
+    ) -> str:
+        waves = WAVES.get()  # here, in the task of the episode that asks
+        return await self._at_home(self._complete(messages, max_tokens, temperature, seed, waves))
+
+    async def _complete(
+        self, messages: Conversation, max_tokens: int, temperature: float, seed: int | None, waves: Waves | None
+    ) -> str:
+        if self._bound is None:
+            raise InvalidOutcome(
+                "service", f"service {self._name} is the policy in training, and none is being sampled here"
+            )
+        bound = self._bound
+        dialogue = bound.renderer.dialogue()
+        ids = dialogue.begin(Observation(messages=as_messages(messages)))
+        room = bound.max_model_len - len(ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"service {self._name}: a prompt of {len(ids)} tokens leaves no room in a context of "
+                f"{bound.max_model_len}"
+            )
+        self.counters["requests"] += 1
+        asked = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
+        if seed is None and bound.deterministic:
+            seed = int(asked[:8], 16) >> 1  # the same question, the same answer
+        sampling = SamplingParams(
+            max_tokens=min(max_tokens, room),
+            temperature=temperature,
+            stop_token_ids=tuple(bound.renderer.stop_token_ids),
+            seed=seed,
+        )
+        # Waves are sorted by id: what is asked comes first in it, so that the order does not depend on timing. The
+        # count makes it unique; it decides only between equal requests.
+        request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", tuple(ids), sampling)
+        generation = await (waves or bound.engine).generate(request)
+        return dialogue.said(list(generation.token_ids)).text

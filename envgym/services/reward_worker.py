@@ -1,0 +1,185 @@
+"""The process that holds a reward model. Imports torch and transformers when it is made, not before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import ConfigError, missing_package
+
+Text = str | list[dict[str, Any]]
+"""A conversation as plain text or in the form that chat templates take."""
+
+
+class RewardWorker:
+    """A sequence-classification model with one output, which scores conversations.
+
+        worker = RewardWorker("path/or/hub-id")
+        [(reward, tokens, cut)] = worker.score(["question and answer"])
+
+    The reward is read where transformers reads it: at the last token that is not the padding token. Padding goes to
+    the right and is masked, so a reward does not depend on what shares its batch, but for rounding; `deterministic`
+    puts each conversation through alone, which leaves none.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+        cut: bool = False,
+        dtype: str = "auto",
+        normalise: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise missing_package(error.name or "torch", "train", "a reward model") from None
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self._device = _roomiest_device()
+        if dtype == "auto":
+            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._name = model
+        self._batch_size = 1 if deterministic else batch_size
+        self._cut = cut
+        self._model = _load(model, dtype).to(self._device).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        self._config = self._model.config.get_text_config()
+        self._max_length = max_length or _limit(self._config, self._tokenizer)
+        self._mean, self._std = _statistics(self._model.config, model) if normalise else (0.0, 1.0)
+
+    def info(self) -> dict[str, Any]:
+        """Parameters, device, number format and the longest conversation in tokens."""
+        return {
+            "n_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "device": str(self._device),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "max_length": self._max_length,
+        }
+
+    def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
+        """(reward, tokens, whether it was cut) of each conversation, in order.
+
+        The reward is None where there is no token, or more than fit and cutting is not allowed.
+        """
+        sequences = [self._encode(text) for text in texts]
+        results: list[tuple[float | None, int, bool]] = [(None, len(ids), False) for ids in sequences]
+        fitting = []
+        for index, ids in enumerate(sequences):
+            too_long = len(ids) > self._max_length
+            if ids and (self._cut or not too_long):
+                fitting.append((index, self._shortened(ids) if too_long else ids, too_long))
+        fitting.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
+        for start in range(0, len(fitting), self._batch_size):
+            batch = fitting[start : start + self._batch_size]
+            for (index, _, cut), reward in zip(batch, self._forward([ids for _, ids, _ in batch]), strict=True):
+                results[index] = ((reward - self._mean) / self._std, len(sequences[index]), cut)
+        return results
+
+    def _encode(self, text: Text) -> list[int]:
+        tokenizer = self._tokenizer
+        if not isinstance(text, str):
+            if tokenizer.chat_template:
+                rendered = tokenizer.apply_chat_template(text, tokenize=False)
+                return list(tokenizer.encode(rendered, add_special_tokens=False))  # templates write them themselves
+            text = as_text(text)
+        # Text that was templated elsewhere has its first token already.
+        has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        ids = list(tokenizer.encode(text, add_special_tokens=not has_bos))
+        if tokenizer.eos_token_id is None:
+            return ids
+        # Models trained on plain text read their reward at one end-of-sequence token, and encoders end with it too.
+        while ids and ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+            ids.pop()
+        return [*ids, tokenizer.eos_token_id] if ids else []
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """The end of a sequence, for that is where a reward is read; a special first token stays."""
+        if ids[0] in (self._tokenizer.bos_token_id, self._tokenizer.cls_token_id):
+            return [ids[0], *ids[len(ids) - self._max_length + 1 :]]
+        return ids[len(ids) - self._max_length :]
+
+    def _forward(self, batch: Sequence[list[int]]) -> list[float]:
+        import torch
+
+        padding = self._config.pad_token_id
+        if padding is None:
+            # transformers takes whatever equals the padding token at the end for padding. Without one of its own the
+            # model reads the very last token, so we pad with one that occurs in none of these.
+            used = {token for ids in batch for token in ids}
+            padding = next(token for token in range(len(used) + 1) if token not in used)
+        length = max(map(len, batch))
+        ids = torch.tensor([sequence + [padding] * (length - len(sequence)) for sequence in batch])
+        mask = torch.tensor([[1] * len(sequence) + [0] * (length - len(sequence)) for sequence in batch])
+        before = self._config.pad_token_id
+        self._config.pad_token_id = padding
+        try:
+            with torch.inference_mode():
+                logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
+        finally:
+            self._config.pad_token_id = before
+        return [float(reward) for reward in logits[:, 0].float().cpu()]
+
+
+def as_text(messages: Sequence[dict[str, Any]]) -> str:
+    """A conversation for models without a chat template: the last message follows directly on the others."""
+    texts = [str(message["content"]) for message in messages]
+    return "\n".join(texts[:-1]) + texts[-1]
+
+
+def _load(name: str, dtype: str) -> Any:
+    """The model. Raises `ConfigError` where it does not load or is not a reward model."""
+    import torch
+    import transformers
+
+    path = Path(name).expanduser()
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ConfigError(f"there is no reward model folder {name}")
+    try:
+        model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
+            str(path) if path.is_dir() else name, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"reward model {name} does not load: {reason}") from None
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"{name} is not a reward model: it has no weights for {missing[0]} (a language model, or one whose reward "
+            "head has another name, is no sequence-classification model)"
+        )
+    if model.config.num_labels != 1:
+        raise ConfigError(f"{name} is not a reward model: it gives {model.config.num_labels} numbers, not one")
+    model.config.get_text_config().use_cache = False
+    return model
+
+
+def _limit(config: Any, tokenizer: Any) -> int:
+    """The longest sequence, in tokens, that model and tokenizer are made for."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return min(limit for limit in (positions, tokenizer.model_max_length, 2**20) if limit and limit > 0)
+
+
+def _statistics(config: Any, name: str) -> tuple[float, float]:
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+        raise ConfigError(f"normalise: the config of {name} holds no mean and std of its rewards; set normalise=false")
+    return float(mean), float(std)
+
+
+def _roomiest_device() -> Any:
+    """The accelerator with most free memory: engine and trained models are on them too."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return torch.device("cuda", free.index(max(free)))

@@ -1,0 +1,271 @@
+"""The chat client against a real server that misbehaves in every way a real one does."""
+
+import asyncio
+import json
+import logging
+import time
+
+import pytest
+from aiohttp import web
+
+import envgym
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.services import Chat, http, start_services
+from envgym.services.chat import OpenAIChatClient
+
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    monkeypatch.setenv("TEST_KEY", KEY)
+
+
+def says(text, **body):
+    return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}], **body})
+
+
+def ask(serving, handler, *questions, asking=None, **settings):
+    """The answers (or failures) to questions asked at the same time, and the client's counters."""
+
+    async def main():
+        async with serving(handler) as url:
+            client = OpenAIChatClient(Chat(base_url=f"{url}/v1", model="m", **settings))
+            try:
+                answers = await asyncio.gather(
+                    *(client.complete(question, **(asking or {})) for question in questions), return_exceptions=True
+                )
+            finally:
+                await client.close()
+            return answers, client.counters
+
+    return asyncio.run(main())
+
+
+def test_a_question_is_asked_as_the_api_wants_it(serving):
+    asked = []
+
+    async def handler(request):
+        assert request.path == "/v1/chat/completions"
+        asked.append((request.headers["Authorization"], await request.json()))
+        return says("42", usage={"prompt_tokens": 7, "completion_tokens": 2})
+
+    call = envgym.types.ToolCall("1", "add", {"a": 1})
+    messages = [
+        {"role": "user", "content": "add"},
+        envgym.Message("assistant", (), (call,)),
+        envgym.Message("tool", (envgym.types.TextPart("3"),), (), "1", "add"),
+    ]
+    extra = {"max_tokens": None, "max_completion_tokens": 9}
+    answers, counters = ask(
+        serving, handler, messages, asking={"seed": 5, "temperature": 0.5}, api_key_env="TEST_KEY", extra=extra
+    )
+    assert answers == ["42"]
+    [(authorization, body)] = asked
+    assert authorization == f"Bearer {KEY}"
+    assert {name: body[name] for name in body if name != "messages"} == {
+        "model": "m", "temperature": 0.5, "seed": 5, "max_completion_tokens": 9
+    }  # fmt: skip
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert (body["messages"][2]["role"], body["messages"][2]["tool_call_id"]) == ("tool", "1")
+    assert (counters["prompt_tokens"], counters["completion_tokens"]) == (7, 2)
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "garbage", "hang up", "hang", "html 502"])
+def test_a_passing_fault_is_ridden_out(serving, fault):
+    calls = 0
+
+    async def handler(request):
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            return says("fine")
+        if fault == "hang up":
+            request.transport.close()
+        elif fault == "hang":
+            await asyncio.sleep(30)
+        elif fault == "garbage":
+            return web.Response(text="<html>maintenance</html>")
+        elif fault == "html 502":
+            return web.Response(status=502, text="<html>bad gateway</html>")
+        return web.json_response({"error": {"message": "slow down"}}, status=int(fault) if fault.isdigit() else 503)
+
+    answers, counters = ask(serving, handler, "?", timeout=0.2)
+    assert answers == ["fine"]
+    assert (counters["requests"], counters["retries"], counters["failures"]) == (3, 2, 0)
+
+
+def test_retry_after_is_kept_to_by_every_request(serving):
+    times = []
+
+    async def handler(request):
+        times.append(time.monotonic())
+        if len(times) == 1:
+            return web.Response(status=429, headers={"Retry-After": "0.5"})
+        return says("fine")
+
+    async def main():
+        async with serving(handler) as url:
+            client = OpenAIChatClient(Chat(base_url=url, model="m"))
+            first = asyncio.create_task(client.complete("a"))
+            await asyncio.sleep(0.1)
+            await asyncio.gather(first, client.complete("b"))
+            await client.close()
+
+    asyncio.run(main())
+    assert len(times) == 3
+    assert min(times[1:]) - times[0] >= 0.49
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "retryable", "requests"),
+    [
+        ((500, {"error": {"message": "boom"}}), r"answers 500 \(boom\) in 3 tries", True, 3),
+        ((429, {}, {"Retry-After": "86400"}), r"answers 429 .* asks to wait 86400 s", True, 1),
+        ((401, {"error": {"message": f"bad key {KEY}"}}), r"401 \(bad key \[secret\]\); check the key", False, 1),
+        ((404, {"detail": "no such model"}), r"answers 404 \(no such model\)", False, 1),
+        ((307, {}, {"Location": "http://127.0.0.1:1/"}), "answers 307", False, 1),
+        ((200, {"choices": []}), "answers without any text", False, 1),
+        ((200, {"choices": [{"message": {"content": None}}]}), "answers without any text", False, 1),
+        ((200, ["what"]), "answers without any text", False, 1),
+    ],
+)
+def test_what_cannot_be_mended_is_an_invalid_outcome(serving, answer, said, retryable, requests):
+    async def handler(request):
+        status, body, *headers = answer
+        return web.json_response(body, status=status, headers=headers[0] if headers else None)
+
+    [failure], counters = ask(serving, handler, "?", tries=3, api_key_env="TEST_KEY")
+    assert isinstance(failure, InvalidOutcome)
+    assert (failure.kind, failure.retryable) == ("service", retryable)
+    assert KEY not in str(failure)
+    with pytest.raises(InvalidOutcome, match=said):
+        raise failure
+    assert (counters["requests"], counters["failures"]) == (requests, 1)
+
+
+def test_an_unreachable_server_is_told_in_one_line():
+    async def main():
+        client = OpenAIChatClient(Chat(base_url="http://127.0.0.1:1/v1", model="m", tries=2))
+        try:
+            with pytest.raises(InvalidOutcome, match=r"m at http://127.0.0.1:1/v1 cannot be reached \(.*refused.*\)"):
+                await client.complete("?")
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_endless_answer_is_given_up_on(serving, monkeypatch):
+    monkeypatch.setattr(http, "MAX_ANSWER", 100_000)
+
+    async def handler(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 10_000)
+
+    [failure], _ = ask(serving, handler, "?", tries=1, timeout=5)
+    assert "answers with more than" in str(failure)
+
+
+def test_concurrency_and_rate_are_limited(serving):
+    times, now, most = [], 0, 0
+
+    async def handler(request):
+        nonlocal now, most
+        times.append(time.monotonic())
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.05)
+        now -= 1
+        return says("fine")
+
+    ask(serving, handler, *"abcdef", concurrency=2)
+    assert most == 2
+    times.clear()
+    ask(serving, handler, *"abcd", requests_per_minute=600)
+    assert times[-1] - times[0] > 0.28
+
+
+def test_a_repeatable_answer_is_asked_for_once_and_kept_on_disk(serving, tmp_path):
+    calls = 0
+
+    async def handler(request):
+        nonlocal calls
+        calls += 1
+        number = calls
+        await asyncio.sleep(0.02)
+        return says(f"answer {number}")
+
+    greedy = {"temperature": 0.0}
+    answers, counters = ask(serving, handler, "?", "?", "?", asking=greedy, cache_dir=str(tmp_path / "cache"))
+    assert (answers, calls, counters["cached"]) == (["answer 1"] * 3, 1, 2)
+    answers, _ = ask(serving, handler, "?", "other", asking=greedy, cache_dir=str(tmp_path / "cache"))
+    assert (answers, calls) == (["answer 1", "answer 2"], 2)
+    # Another length, or an answer that is sampled, is another matter.
+    ask(serving, handler, "?", asking={"temperature": 0.0, "max_tokens": 5}, cache_dir=str(tmp_path / "cache"))
+    answers, _ = ask(serving, handler, "?", "?", asking={"temperature": 1.0}, cache_dir=str(tmp_path / "cache"))
+    assert len(set(answers)) == 2
+    assert calls == 5
+    # A file that a crash cut short is asked for again.
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.write_text('{"answer": "an')
+    ask(serving, handler, "?", asking=greedy, cache_dir=str(tmp_path / "cache"))
+    assert calls == 6
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_a_failure_is_not_kept_and_one_who_gives_up_takes_nothing_from_others(serving):
+    calls = 0
+
+    async def handler(request):
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.1)
+        return web.Response(status=400) if calls == 1 else says("fine")
+
+    async def main():
+        async with serving(handler) as url:
+            client = OpenAIChatClient(Chat(base_url=url, model="m"))
+            with pytest.raises(InvalidOutcome):
+                await client.complete("?", temperature=0.0)
+            patient = asyncio.create_task(client.complete("?", temperature=0.0))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.complete("?", temperature=0.0), 0.02)
+            assert await patient == "fine"
+            await client.close()
+
+    asyncio.run(main())
+    assert calls == 2
+
+
+def test_the_key_is_in_no_setting_log_or_cache(serving, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+
+    async def handler(request):
+        return says("fine")
+
+    settings = {"api_key_env": "TEST_KEY", "cache_dir": str(tmp_path)}
+    ask(serving, handler, "?", asking={"temperature": 0.0}, **settings)
+    declared = Chat(base_url="http://h/v1", model="m", **settings)
+    written = [file.read_text() for file in tmp_path.rglob("*.json")]
+    assert written
+    assert KEY not in json.dumps([declared.model_dump(), repr(declared), written, caplog.text])
+    with pytest.raises(ValueError, match="not the key itself"):
+        Chat(base_url="http://h/v1", model="m", api_key_env=KEY)
+    with pytest.raises(ValueError, match="must hold no password"):
+        Chat(base_url="http://me:secret@h/v1", model="m")
+    monkeypatch.delenv("TEST_KEY")
+
+    class Judged(envgym.EnvSpec):
+        @property
+        def services(self):
+            return {"judge": declared}
+
+    async def start():
+        async with start_services(Judged("judged")):
+            pass
+
+    with pytest.raises(ConfigError, match="the environment variable TEST_KEY, which should hold its API key"):
+        asyncio.run(start())

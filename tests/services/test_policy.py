@@ -1,0 +1,87 @@
+"""The policy in training as a service: rendered and sampled as the run does it."""
+
+import asyncio
+
+import pytest
+
+import envgym
+from envgym.engines.base import Request, SamplingParams
+from envgym.engines.client import EngineClient
+from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.render import load_tokenizer, make_renderer
+from envgym.sampler import Waves
+from envgym.services import Policy, start_services
+from envgym.services.policy import WAVES
+from envgym.workers.inline import InlineRuntime
+
+MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
+
+
+class Spec(envgym.EnvSpec):
+    @property
+    def services(self):
+        return {"opponent": Policy()}
+
+
+def with_policy(tiny_model, body, *, deterministic=False):
+    """Run `body(client, engine, renderer)` with the policy of a real engine."""
+
+    async def main():
+        runtime = InlineRuntime()
+        arguments = {"model": str(tiny_model), "deterministic": deterministic}
+        engine = await EngineClient.start(runtime, "envgym.engines.transformers:TransformersEngine", arguments, {})
+        renderer = make_renderer("chat", load_tokenizer(str(tiny_model)))
+        spec = Spec("game")
+        try:
+            async with start_services(spec, runtime) as services:
+                client = spec.clients["opponent"]
+                with pytest.raises(InvalidOutcome, match="service opponent is the policy in training, and none"):
+                    await client.complete(MESSAGES)
+                services.bind_policy(renderer, engine, 512, deterministic=deterministic, seed=3)
+                result = await body(client, engine, renderer)
+                assert services.counters["opponent/requests"] == client.counters["requests"] > 0
+                return result
+        finally:
+            await runtime.close()
+
+    return asyncio.run(main())
+
+
+def test_it_says_what_the_engine_samples_from_the_runs_own_rendering(tiny_model):
+    async def body(client, engine, renderer):
+        text = await client.complete(MESSAGES, max_tokens=12, temperature=0.0)
+        prompt = renderer.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        ids = tuple(renderer.tokenizer.encode(prompt, add_special_tokens=False))
+        direct = await engine.generate(Request("x", ids, SamplingParams(12, temperature=0.0)))
+        assert text == renderer.text(direct.token_ids)
+        with pytest.raises(PromptTooLong, match="service opponent: a prompt of"):
+            await client.complete("12 + 34 " * 200)
+        return text
+
+    assert with_policy(tiny_model, body)
+
+
+def test_a_seed_makes_an_answer_repeatable(tiny_model):
+    async def body(client, engine, renderer):
+        return await asyncio.gather(
+            *(client.complete(MESSAGES, max_tokens=12, seed=seed) for seed in (1, 1, 2)),
+            *(client.complete(MESSAGES, max_tokens=12) for _ in range(2)),
+        )
+
+    first, again, other, *unseeded = with_policy(tiny_model, body)
+    assert first == again != other
+    assert unseeded[0] != unseeded[1]
+    *_, once, twice = with_policy(tiny_model, body, deterministic=True)
+    assert once == twice
+
+
+def test_in_a_deterministic_run_it_is_part_of_the_waves(tiny_model):
+    async def body(client, engine, renderer):
+        waves = Waves(engine, 2, 2)
+        WAVES.set(waves)
+        first = asyncio.create_task(client.complete(MESSAGES, max_tokens=4))
+        done, _ = await asyncio.wait({first}, timeout=0.2)
+        assert not done  # it waits for the other episode
+        await asyncio.gather(first, client.complete("other", max_tokens=4))
+
+    with_policy(tiny_model, body, deterministic=True)

@@ -1,0 +1,126 @@
+"""The reward model as a service: a real worker process, asked by many episodes."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import envgym
+from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
+from envgym.services import RewardModel, start_services
+from envgym.workers.inline import InlineRuntime
+
+
+class Spec(envgym.EnvSpec):
+    """An environment that only declares services, and knows whether they were there when it was set up."""
+
+    def __init__(self, **services):
+        super().__init__("declaring")
+        self._services = services
+        self.seen = None
+
+    @property
+    def services(self):
+        return self._services
+
+    async def setup(self):
+        self.seen = set(self.clients)
+
+
+def pids():
+    """The worker processes that this one has."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_episodes_share_a_worker_and_its_batches(tiny_reward_model):
+    texts = [f"what is {number} + 34?" for number in range(40)]
+
+    async def main():
+        before = pids()
+        declared = RewardModel(model=str(tiny_reward_model), batch_size=8, max_length=64)
+        spec = Spec(helpful=declared, again=RewardModel(**declared.model_dump()))
+        async with start_services(spec):
+            assert spec.seen == {"helpful", "again"}
+            [pid] = set(pids()) - set(before)
+            client = spec.clients["helpful"]
+            assert spec.clients["again"] is client
+            rewards = await client.score(texts)
+            assert client.counters["requests"] == 40
+            assert client.counters["rounds"] == 1
+            assert [await client.score_one(text) for text in texts[:3]] == pytest.approx(rewards[:3], abs=1e-5)
+            # From the thread of a blocking environment:
+            there = await asyncio.to_thread(lambda: asyncio.run(client.score_one(texts[0])))
+            assert there == pytest.approx(rewards[0], abs=1e-5)
+            with pytest.raises(InvalidOutcome, match=r"more than it can score: raise max_length") as failure:
+                await client.score_one("12 + 34 " * 100)
+            assert (failure.value.kind, failure.value.retryable) == ("too_long", False)
+            assert await client.score_one(texts[0]) == pytest.approx(rewards[0], abs=1e-5)
+            waiting = asyncio.create_task(client.score_one("late"))
+            await asyncio.sleep(0)
+            await client.close()
+            with pytest.raises(WorkerError, match="closed"):
+                await waiting
+        assert pid not in pids()
+        return rewards
+
+    assert len(set(asyncio.run(main()))) == 40
+
+
+def test_a_worker_that_dies_ends_the_run(tiny_reward_model, tmp_path):
+    async def main():
+        before = pids()
+        spec = Spec(reward=RewardModel(model=str(tiny_reward_model)))
+        async with start_services(spec):
+            [pid] = set(pids()) - set(before)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"service-reward was killed by SIGKILL .*log: "):
+                await asyncio.wait_for(spec.clients["reward"].score_one("text"), 30)
+
+    asyncio.run(main())
+
+
+def test_in_a_deterministic_run_rewards_do_not_depend_on_timing(tiny_reward_model):
+    texts = [f"what is {number} + 34? " + "so " * (number % 7) for number in range(20)]
+
+    async def main(pause):
+        spec = Spec(reward=RewardModel(model=str(tiny_reward_model), batch_size=8))
+
+        async def late(index, text):
+            await asyncio.sleep(pause * index)
+            return await spec.clients["reward"].score_one(text)
+
+        async with start_services(spec, InlineRuntime(), deterministic=True):
+            return await asyncio.gather(*(late(index, text) for index, text in enumerate(texts)))
+
+    try:
+        assert asyncio.run(main(0)) == asyncio.run(main(0.02))
+    finally:
+        import torch
+
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_environment_is_set_up_before_a_model_is_loaded(tmp_path):
+    class Broken(Spec):
+        async def setup(self):
+            raise ConfigError("the data file is missing")
+
+    async def main():
+        with pytest.raises(ConfigError, match="the data file is missing"):
+            async with start_services(Broken(reward=RewardModel(model=str(tmp_path / "nothing")))):
+                pass
+        with pytest.raises(ConfigError, match="there is no reward model folder"):
+            async with start_services(Spec(reward=RewardModel(model=str(tmp_path / "nothing"))), InlineRuntime()):
+                pass
+
+    asyncio.run(main())

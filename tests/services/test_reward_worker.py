@@ -1,0 +1,123 @@
+"""What a reward model says of a conversation is what transformers says of it, alone or in a batch."""
+
+import json
+import shutil
+
+import pytest
+
+from envgym.errors import ConfigError
+from envgym.services.reward_worker import RewardWorker
+
+TEXTS = ["what is 12 + 34?", "the answer is 46.", "a", "what is twelve plus thirty-four? the answer is forty-six." * 3]
+CONVERSATION = [{"role": "user", "content": "what is 12 + 34?"}, {"role": "assistant", "content": "the answer is 46"}]
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_reward_model):
+    return RewardWorker(str(tiny_reward_model), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def by_transformers(tiny_reward_model):
+    """The reward of a text that ends with its end-of-sequence token: one call, no batch, no padding."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_reward_model)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_reward_model)
+
+    def reward(text):
+        with torch.no_grad():
+            return float(model(torch.tensor([tokenizer.encode(text)])).logits[0, 0])
+
+    return reward
+
+
+def variant(folder, tmp_path, **changes):
+    """A copy of a model folder with other entries in its config."""
+    copy = tmp_path / "variant"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
+def rewards(worker, texts):
+    return [reward for reward, _, _ in worker.score(texts)]
+
+
+def test_a_batch_says_what_transformers_says_of_each_alone(worker, by_transformers):
+    expected = [by_transformers(text + "<|im_end|>") for text in TEXTS]
+    assert max(expected) - min(expected) > 0.1
+    assert rewards(worker, TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert [rewards(worker, [text])[0] for text in TEXTS] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_without_a_padding_token_reads_the_last_token_in_a_batch_too(tiny_reward_model, tmp_path, worker):
+    padless = RewardWorker(variant(tiny_reward_model, tmp_path, pad_token_id=None), batch_size=4)
+    assert rewards(padless, TEXTS) == pytest.approx(rewards(worker, TEXTS), abs=1e-5)
+
+
+def test_plain_text_ends_with_one_end_of_sequence_token(worker):
+    several = rewards(worker, ["12 + 34", "12 + 34<|im_end|>", "12 + 34<|im_end|><|im_end|><|endoftext|>"])
+    assert several == pytest.approx([several[0]] * 3, abs=1e-6)
+    assert worker.score([""]) == [(None, 0, False)]
+
+
+def test_a_conversation_goes_through_the_models_own_template(worker, by_transformers):
+    rendered = "<|im_start|>user\nwhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\nthe answer is 46<|im_end|>\n"
+    assert rewards(worker, [CONVERSATION]) == pytest.approx([by_transformers(rendered)], abs=1e-5)
+
+
+def test_without_a_template_the_answer_follows_the_prompt(tiny_reward_model, tmp_path, worker):
+    copy = variant(tiny_reward_model, tmp_path)
+    (tmp_path / "variant" / "chat_template.jinja").unlink()
+    text = "what is 12 + 34?the answer is 46"
+    assert rewards(RewardWorker(copy), [CONVERSATION]) == pytest.approx(rewards(worker, [text]), abs=1e-5)
+
+
+def test_what_is_too_long_is_refused_or_loses_its_beginning_and_says_so(tiny_reward_model, worker):
+    text = " what is twelve plus thirty-four?"
+    long = "forty-six" * 20 + text
+    length = worker.score([text])[0][1]
+    strict = RewardWorker(str(tiny_reward_model), max_length=length)
+    reward, tokens, cut = strict.score([long])[0]
+    assert (reward, cut) == (None, False)
+    assert tokens > length
+    cutting = RewardWorker(str(tiny_reward_model), max_length=length, cut=True)
+    reward, _, cut = cutting.score([long])[0]
+    assert cut
+    assert reward == pytest.approx(rewards(worker, [text])[0], abs=1e-5)
+    assert cutting.score([text])[0][2] is False
+
+
+def test_deterministically_no_bit_depends_on_the_company(tiny_reward_model):
+    worker = RewardWorker(str(tiny_reward_model), batch_size=4, deterministic=True)
+    try:
+        assert rewards(worker, TEXTS) == [rewards(worker, [text])[0] for text in TEXTS]
+        assert rewards(worker, TEXTS[::-1]) == rewards(worker, TEXTS)[::-1]
+    finally:
+        import torch
+
+        torch.use_deterministic_algorithms(False)
+
+
+def test_normalised_by_the_numbers_in_the_config(tiny_reward_model, tmp_path, worker):
+    normalising = RewardWorker(str(tiny_reward_model), normalise=True)
+    assert rewards(normalising, TEXTS) == pytest.approx([(r - 0.5) / 2.0 for r in rewards(worker, TEXTS)], abs=1e-5)
+    with pytest.raises(ConfigError, match=r"holds no mean and std .*normalise=false"):
+        RewardWorker(variant(tiny_reward_model, tmp_path, mean=None), normalise=True)
+
+
+def test_what_is_not_a_reward_model_is_told_so(tiny_model, tiny_reward_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"not a reward model: it has no weights for score\.weight"):
+        RewardWorker(str(tiny_model))
+    with pytest.raises(ConfigError, match="there is no reward model folder"):
+        RewardWorker(str(tmp_path / "nothing"))
+    from transformers import AutoConfig, Qwen3ForSequenceClassification
+
+    config = AutoConfig.from_pretrained(tiny_reward_model)
+    config.num_labels = 3
+    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ConfigError, match="gives 3 numbers, not one"):
+        RewardWorker(str(tmp_path / "classifier"))
