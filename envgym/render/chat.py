@@ -9,9 +9,10 @@ from envgym.errors import ConfigError, InvalidStep
 from envgym.types import Message, Observation
 
 from .dialogue import Dialogue, Extension
+from .reading import Reading
 from .renderer import Renderer
 from .template import Template, Written
-from .tool_calls import Reading, read_calls
+from .tool_calls import read_calls
 
 
 class ChatRenderer(Renderer):
@@ -63,7 +64,8 @@ class ChatDialogue(Dialogue):
 
     @property
     def _opens_thought(self) -> bool:
-        return self._text.rstrip().endswith("<think>")
+        """Whether the prompt begins the policy's turn with a thought."""
+        return self._text[-32:].rstrip().endswith("<think>")
 
     def _demonstration(self, turn: Message) -> str:
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
@@ -81,9 +83,8 @@ class ChatDialogue(Dialogue):
 
     def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         exact = self.renderer.decode_after(self._body(token_ids))
-        called = reading is not None and reading.calls
-        # Special tokens that write a call must not be lost; other than that they are no part of what is said.
-        contents = [exact, message.text] if called else [message.text, exact]
+        # Special tokens that write calls must not be lost; other than that they are no part of what is said.
+        contents = [exact, message.text] if message.tool_calls else [message.text, exact]
         forms: list[Written] = [{"role": "assistant", "content": content} for content in contents]
         if reading is not None and reading.complete:
             forms.insert(0, self._template.assistant(reading.content.rstrip(), reading.calls))

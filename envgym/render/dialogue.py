@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
+from .reading import Reading
 from .renderer import Renderer
-from .tool_calls import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,9 @@ class Dialogue(ABC):
     def said(self, token_ids: Sequence[int]) -> Message:
         """What the policy says with the token ids of its turn. Where tools were offered its calls are parsed; those
         that cannot be read have an `error`."""
-        body = self._body(token_ids)
-        reading = self._read(self.renderer.decode_after(body)) if self.tools else Reading("", ())
-        calls = self._with_ids(reading.calls)
-        message = Message("assistant", (TextPart(self.renderer.text(body)),), calls)
-        self._hear(message, token_ids, replace(reading, calls=calls) if calls else None)
-        return message
+        reading = self._read(self.renderer.decode_after(self._body(token_ids))) if self.tools else Reading("")
+        reading = replace(reading, calls=self._with_ids(reading.calls))
+        return self._hear(token_ids, reading if reading.calls else None)
 
     def demonstrate(self, turn: str | Message) -> list[int]:
         """Token ids of a recorded turn of the assistant, as a policy would say it, its end-of-turn token included. The
@@ -60,9 +57,7 @@ class Dialogue(ABC):
         recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
         token_ids = self.renderer.encode_after(self._last, self._demonstration(recorded))
-        text = self.renderer.text(self._body(token_ids))
-        said = replace(recorded, content=(TextPart(text),))
-        self._hear(said, token_ids, Reading(recorded.text, recorded.tool_calls))
+        self._hear(token_ids, Reading(recorded.text, recorded.tool_calls))
         return token_ids
 
     def reply(self, observation: Observation) -> Extension:
@@ -95,7 +90,7 @@ class Dialogue(ABC):
 
     @abstractmethod
     def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
-        """The policy took its turn; `reading` is what is known of it beyond its text."""
+        """The policy took its turn; `reading` is what its text consists of, where that is known."""
 
     @abstractmethod
     def _told(self, text: str) -> None:
@@ -107,10 +102,13 @@ class Dialogue(ABC):
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _hear(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+    def _hear(self, token_ids: Sequence[int], reading: Reading | None) -> Message:
+        text = self.renderer.text(self._body(token_ids))
+        message = Message("assistant", (TextPart(text),), reading.calls if reading else ())
         self._said(message, token_ids, reading)
         self.messages.append(message)
         self._last = token_ids[-1] if token_ids else self._last
+        return message
 
     def _add(self, observation: Observation, token_ids: Sequence[int]) -> None:
         raw = observation.text
@@ -119,8 +117,7 @@ class Dialogue(ABC):
 
     def _body(self, token_ids: Sequence[int]) -> Sequence[int]:
         """A turn without the token that ended it."""
-        ended = bool(token_ids) and token_ids[-1] in self.renderer.stop_token_ids
-        return token_ids[:-1] if ended else token_ids
+        return token_ids[:-1] if token_ids and self.renderer.ends_turn(token_ids[-1]) else token_ids
 
     def _with_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
         """The calls with ids that are unique in this conversation and of the form that every template takes: nine

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from envgym.errors import InvalidStep
 from envgym.types import Observation
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Renderer(ABC):
             index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
         }
         """Tokens that the tokenizer finds in any text before it looks at the rest (special ones among them), by id."""
+        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
@@ -64,11 +66,21 @@ class Renderer(ABC):
         """What a turn of the policy says to an environment: its text without special tokens."""
         return self._decode(token_ids, skip_special_tokens=True)
 
+    def ends_turn(self, token_id: int) -> bool:
+        """Whether a token that stands last in a turn is what ended it, and no part of what was said. An engine may stop
+        at more special tokens than ours."""
+        return token_id in self.stop_token_ids or token_id in self._special
+
     # -- text that stands in the middle of a conversation -------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that begins a sequence. Special tokens that stand in it are those tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except TypeError:
+            raise InvalidStep(
+                "an observation's text is not valid Unicode (it holds half of a surrogate pair): replace those"
+            ) from None
 
     def encode_after(self, last: int | None, text: str) -> list[int]:
         """Token ids of a text that follows token `last`.

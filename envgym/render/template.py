@@ -14,7 +14,9 @@ from typing import Any
 from envgym.errors import ConfigError, InvalidStep
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .tool_calls import EXAMPLE, Format, describe, format_of, read_hermes, write_hermes
+from .json_formats import read_hermes, write_hermes
+from .reading import Format
+from .tool_calls import EXAMPLE, describe, format_of
 
 # Words that no template writes by itself.
 ASKED, SAID, ASKED_AGAIN, TOOL, RESULT = "qx1asked", "qx2said", "qx3again", "qx4tool", "qx5result"
@@ -118,13 +120,12 @@ class Template:
         """How the calls that this template writes are read. Raises `ConfigError` where they cannot be."""
         if self._call_form is None:
             return read_hermes
-        call = self._call_form("", [ToolCall(EXAMPLE.id, TOOL, {"argument": SAID})])
-        text = self._try([TALK[0], call], [PROBE]).rpartition(ASKED)[2]
-        found = format_of(text, TOOL, {"argument": SAID})
+        text = self.turn(self.assistant("", [EXAMPLE]))
+        found = format_of(text, EXAMPLE.name, EXAMPLE.arguments)
         if found is None:
             raise ConfigError(
                 f"{self._name} writes tool calls in a format that envgym cannot read: set render=text, or give its "
-                "tokenizer a chat template with the tool calls of Qwen, Llama 3, Mistral or DeepSeek"
+                "tokenizer a chat template with the tool calls of Qwen, Llama 3, Mistral, DeepSeek or GLM"
             )
         return found
 

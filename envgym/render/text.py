@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from envgym.types import Message, Observation
 
 from .dialogue import Dialogue, Extension
+from .json_formats import read_hermes, write_hermes
+from .reading import Reading
 from .renderer import Renderer
-from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, write_hermes
+from .tool_calls import EXAMPLE, describe, read_calls
 
 
 class TextRenderer(Renderer):
