@@ -2,50 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .env import TaskSet
-from .errors import RunError
-from .sampler import derived_seed
-from .types import Group, Task
-
-
-class TaskCursor:
-    """Which tasks come next. A finite set is gone through in a new order each epoch, none twice within it."""
-
-    def __init__(self, tasks: TaskSet, seed: int) -> None:
-        self._tasks = tasks
-        self._seed = seed
-        self._position = 0
-        self._order: list[int] = []
-        self._epoch = -1
-        if tasks.size == 0:
-            raise RunError("the environment has no training tasks")
-
-    async def next(self, count: int) -> list[Task]:
-        """The next `count` tasks."""
-        return [await self._tasks.get(self._index()) for _ in range(count)]
-
-    def _index(self) -> int:
-        position, self._position = self._position, self._position + 1
-        size = self._tasks.size
-        if size is None:
-            return position
-        epoch, place = divmod(position, size)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = list(range(size))
-            random.Random(derived_seed(self._seed, "task order", epoch)).shuffle(self._order)
-        return self._order[place]
-
-    def state(self) -> dict[str, Any]:
-        return {"position": self._position}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._position = state["position"]
+from .types import Group
 
 
 class Buffer:

@@ -18,10 +18,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
-from .errors import ConfigError, DataError, did_you_mean
+from .errors import ConfigError, did_you_mean
 from .learner import Learner, LearnerConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
+from .tasks import DataConfig
 from .workers.config import WorkersConfig
 
 AUTO = "auto"
@@ -107,6 +108,15 @@ class EvalConfig(Section):
     """Also evaluate greedily before the first step and after the last."""
 
 
+class CurriculumConfig(Section):
+    """Tasks that are always or never solved are drawn less: they teach nothing."""
+
+    skip: float = Field(0.0, ge=0, lt=1)
+    """How often a task is passed over whose last group had one score throughout; 0: never."""
+    memory: int = Field(32, ge=1)
+    """Groups by which a difficulty is judged, for tasks that have not been played yet."""
+
+
 class CheckpointConfig(Section):
     """What a run can be resumed from."""
 
@@ -137,12 +147,14 @@ class StageConfig(Section):
     model: str = DEFAULT_MODEL
     """Hugging Face folder or hub id, or the name of a recipe that makes a model."""
     data: dict[str, Any] = {}
-    """A file that gives the environment its tasks: `path`, and field names (`prompt`, `answer`, …)."""
+    """What gives the environment its tasks: `path`, field names (`prompt`, `answer`, …), a template, splits: see
+    `envgym/tasks/config.py`."""
     render: RenderKind = "auto"
     """`chat`: the tokenizer's chat template; `text`: plain text; `auto`: the template where there is one."""
     steps: int = Field(100, ge=1)
     """Loop steps to stop after."""
     rollout: RolloutConfig = RolloutConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
     eval: EvalConfig = EvalConfig()
@@ -307,10 +319,9 @@ def _model_settings(model: Any) -> dict[str, Any]:
 def _complete_stage(stage: StageConfig) -> None:
     """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
     spec = stage.make_spec()
-    for key in ("path", "test_path"):
-        path = stage.data.get(key)
-        if path is not None and not stage.env.name.startswith(("http://", "https://")) and not Path(path).exists():
-            raise DataError(f"data.{key}: there is no file {path}")
+    for part in spec.parts():
+        if isinstance(data := getattr(part.config, "data", None), DataConfig):
+            data.check_paths()
     if stage.agent.name == AUTO:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
@@ -321,6 +332,8 @@ def _complete_stage(stage: StageConfig) -> None:
             f"learner {stage.learner.name} compares the episodes of one task: "
             f"rollout.group_size must be at least {smallest}, not {stage.rollout.group_size}"
         )
+    if agent_class.samples and stage.curriculum.skip and stage.rollout.group_size < 2:
+        raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
     stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
     stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
     stage.learner = Component(**learner_config.model_dump(mode="json"))

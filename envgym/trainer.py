@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .buffer import Buffer, TaskCursor
+from .buffer import Buffer
 from .config import RunConfig, StageConfig
+from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
 from .errors import RunError
 from .evaluate.held_out import HeldOut
@@ -28,6 +29,7 @@ from .rollout import Play, Runner
 from .rollout_file import write_rollouts
 from .run_folder import RunFolder
 from .sync import WeightSync
+from .task_cursor import TaskCursor
 from .types import Group, Task
 from .workers.group import WorkerGroup
 
@@ -85,7 +87,8 @@ class Trainer:
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
         samples = parts.runner.agent.samples
         self.group_size = stage.rollout.group_size if samples else 1
-        self.cursor = TaskCursor(parts.runner.spec.tasks("train"), run.seed)
+        curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
+        self.cursor = TaskCursor(parts.runner.spec.tasks("train"), run.seed, curriculum)
         self.buffer = Buffer(parts.learner.min_group_size if samples else 1, needs_reward=samples)
         self.held_out = HeldOut(self.play, parts.runner.spec, parts.sampling, stage.eval)
 
@@ -148,6 +151,7 @@ class Trainer:
                     break
                 play = Play(f"step-{step:06d}-{refill}", self.parts.sampling, self.group_size)
                 played += (groups := await self.play(await self.cursor.next(missing), play))
+                self.cursor.observe(groups)
                 self.buffer.add(groups)
             groups = self.buffer.take(wanted)
             if self.parts.engine is not None:  # a replay only copies its data
@@ -156,7 +160,7 @@ class Trainer:
             check_failures(played, self.stage.rollout.max_failed_share)
         if not groups:
             raise RunError(f"step {step}: no group of episodes is complete enough to learn from (see rollouts/)")
-        self.progress.record |= rollout_metrics(played)
+        self.progress.record |= rollout_metrics(played) | self.cursor.metrics()
         self.progress.tokens["sampled"] += self.progress.record.get("tokens/sampled", 0)
         return groups
 

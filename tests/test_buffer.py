@@ -1,64 +1,9 @@
-"""Which tasks come next, and the groups on their way to the learner."""
+"""The groups on their way to the learner."""
 
-import asyncio
-import json
 import pickle
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from envgym.buffer import Buffer, TaskCursor
-from envgym.env import ListTasks, SeedTasks
-from envgym.errors import RunError
+from envgym.buffer import Buffer
 from envgym.types import Episode, Group, Outcome, Task
-
-
-def task_set(n):
-    return ListTasks([Task(str(index)) for index in range(n)])
-
-
-def take(cursor, *counts):
-    """The ids of the tasks that come next, in bites of `counts`."""
-    return [task.id for count in counts for task in asyncio.run(cursor.next(count))]
-
-
-@given(st.integers(1, 20), st.lists(st.integers(0, 15), min_size=1, max_size=8))
-def test_an_epoch_has_every_task_once_however_it_is_cut(n, counts):
-    ids = take(TaskCursor(task_set(n), seed=0), *counts)
-    assert ids == take(TaskCursor(task_set(n), seed=0), sum(counts))
-    for start in range(0, len(ids), n):
-        epoch = ids[start : start + n]
-        assert len(set(epoch)) == len(epoch)
-    assert set(ids[:n]) == {str(i) for i in range(n)} or len(ids) < n
-
-
-def test_each_epoch_and_each_seed_has_an_order_of_its_own():
-    first, second = take(TaskCursor(task_set(50), 0), 50), take(TaskCursor(task_set(50), 0), 50, 50)[50:]
-    other = take(TaskCursor(task_set(50), 1), 50)
-    assert len({tuple(order) for order in (first, second, other, sorted(first, key=int))}) == 4
-
-
-def test_a_set_without_end_is_taken_in_order():
-    assert take(TaskCursor(SeedTasks("train"), 0), 2, 1) == ["seed-0", "seed-1", "seed-2"]
-
-
-@given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 20))
-def test_a_restored_cursor_goes_on_where_the_other_stood(n, before, after):
-    cursor = TaskCursor(task_set(n), 3)
-    take(cursor, before)
-    restored = TaskCursor(task_set(n), 3)
-    take(restored, 5)  # wherever it stood itself
-    restored.load_state(json.loads(json.dumps(cursor.state())))
-    assert take(restored, after) == take(cursor, after)
-
-
-def test_an_environment_without_training_tasks_is_said_at_once():
-    with pytest.raises(RunError, match="no training tasks"):
-        TaskCursor(task_set(0), 0)
-
-
-# -- the buffer -------------------------------------------------------------------------------------------
 
 
 def group(id, *rewards):

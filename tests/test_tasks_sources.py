@@ -269,5 +269,5 @@ def test_a_generator_that_was_called_endless_and_ends(code):
     "config", [{"path": "none"}, {"path": "none.py:f"}, {"sources": {"a": {"path": "none.jsonl"}}}]
 )
 def test_paths_are_checked_before_anything_starts(config):
-    with pytest.raises(DataError, match=r"there is no data file none.*downloaded to a folder first"):
+    with pytest.raises(DataError, match=r"there is no file none.*downloaded to a folder first"):
         DataConfig(**config).check_paths()

@@ -75,7 +75,7 @@ class SourceConfig(BaseModel):
         """Raise `DataError` for a path at which there is nothing."""
         for path in (self.path, self.test_path):
             if path is not None and not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
-                raise DataError(f"there is no data file {path}; a data set of a hub is downloaded to a folder first")
+                raise DataError(f"there is no file {path}; a data set of a hub is downloaded to a folder first")
 
 
 class MixedSourceConfig(SourceConfig):
