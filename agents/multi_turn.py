@@ -42,8 +42,7 @@ class MultiTurn(TokenLevel):
         while True:
             generation = await transcript.sample(observation.sampling)
             message = dialogue.said(generation.token_ids)
-            text = self.renderer.text(generation.token_ids)
-            action = Action(text, generation.token_ids, message.tool_calls, generation.stop_reason)
+            action = Action(message.text, generation.token_ids, message.tool_calls, generation.stop_reason)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.paid(reward, info)
             turns += 1

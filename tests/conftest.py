@@ -1,5 +1,6 @@
 """What many tests share: a small Qwen3 policy with random weights, and a byte-level tokenizer that merges."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,29 @@ def tiny_reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@pytest.fixture(scope="session")
+def serving():
+    """`async with serving(handler) as url`: a real HTTP server on which `handler` answers every request, whatever its
+    path."""
+    from aiohttp import web
+
+    @contextlib.asynccontextmanager
+    async def serving(handler):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            host, port = site._server.sockets[0].getsockname()[:2]
+            yield f"http://{host}:{port}"
+        finally:
+            await runner.cleanup()
+
+    return serving
+
+
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
     "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -110,3 +134,62 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "tokenizer.model").unlink()
     return folder
+
+
+@pytest.fixture(scope="session")
+def recording():
+    """`recording(engine)`: an engine that remembers each request's tokens and its answer in `answers`."""
+    return _Recording
+
+
+@pytest.fixture(scope="session")
+def check_episode():
+    """`check_episode(episode, answers)`: the invariants of an episode, against what the engine saw and said."""
+    return _check_episode
+
+
+class _Recording:
+    """An engine that remembers what it was asked and what it answered, by request."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.answers = {}
+
+    async def generate(self, request):
+        generation = await self.engine.generate(request)
+        self.answers[request.id] = (request.token_ids, generation)
+        return generation
+
+
+def _check_episode(episode, answers):
+    """What the engine was given at turn k is exactly the segments before turn k of its row, what it returned is
+    recorded as it came, and nothing else carries weight."""
+    from envgym.learner import LearnRow
+    from envgym.types import StopReason
+
+    turn = 0
+    for row in episode.rows:
+        before = []
+        assert row.segments[0].role == "prompt"
+        assert [s.role for s in row.segments].count("prompt") == 1
+        assert len(row.turns) == sum(segment.role == "action" for segment in row.segments)
+        for segment in row.segments:
+            if segment.role == "action":
+                asked, said = answers[f"{episode.id}.{turn:04d}"]
+                assert tuple(before) == asked
+                assert tuple(segment.token_ids) == said.token_ids
+                assert tuple(segment.logprobs) == said.logprobs
+                assert segment.versions == said.versions
+                assert segment.weights == [1.0] * len(said.token_ids)
+                turn += 1
+            else:
+                assert segment.logprobs is None
+                assert set(segment.weights) <= {0.0}
+            before += segment.token_ids
+        learned = LearnRow.of(row)
+        assert learned.token_ids.tolist() == row.token_ids
+        assert learned.weights.tolist() == row.weights
+    assert turn == len([key for key in answers if key.startswith(f"{episode.id}.")])
+    stops = [row.turns[-1].stop_reason for row in episode.rows if row.turns]
+    if stops and stops[-1] is StopReason.LENGTH:
+        assert episode.outcome.reason in ("length", "context", "tokens", "environment")

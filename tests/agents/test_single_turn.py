@@ -5,18 +5,25 @@ import asyncio
 import pytest
 
 from envgym import Env, EnvSpec
-from envgym.agent import AgentConfig
 from envgym.agents.single_turn import SingleTurn
+from envgym.agents.token_level import TokenLevelConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.sampler import EpisodeSampler
 from envgym.types import Message, Observation, Status, StopReason, Task, VersionSpan
 
 
+def said(renderer, text):
+    """The tokens of a policy's whole turn."""
+    dialogue = renderer.dialogue()
+    dialogue.begin(Observation(messages=(Message.of("user", "?"),)))
+    return dialogue.demonstrate(text)
+
+
 def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=StopReason.STOP):
     """One episode; returns it and the requests that the engine saw."""
     renderer = make_renderer("auto", load_tokenizer(str(tiny_model)))
-    answer = (*renderer.answer("the answer is 46"),)
+    answer = (*said(renderer, "the answer is 46"),)
     requests = []
 
     class Asks(Env):
@@ -35,7 +42,7 @@ def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=S
     async def main():
         sampler = EpisodeSampler(Engine(), "e", SamplingParams(max_tokens=9, temperature=0.8), 512)
         env = EnvSpec("Asks-v0", Asks).make()
-        return await SingleTurn(renderer, AgentConfig()).run(env, Task("t"), sampler, seed=0)
+        return await SingleTurn(renderer, TokenLevelConfig()).run(env, Task("t"), sampler, seed=0)
 
     return asyncio.run(main()), requests
 
@@ -48,7 +55,7 @@ def test_an_answered_question(tiny_model):
     assert [message.text for message in episode.messages] == ["12 + 34?", "the answer is 46"]
     assert row.token_ids[: len(request.token_ids)] == list(request.token_ids)
     assert row.segments[1].versions == (VersionSpan(3, 0, len(row.segments[1].token_ids)),)
-    assert row.temperature == 0.8
+    assert row.segments[1].temperature == 0.8
 
 
 @pytest.mark.parametrize(
@@ -79,4 +86,4 @@ def test_an_environments_sampling_holds_for_the_turn_and_is_what_its_log_probabi
     observation = Observation(messages=(Message.of("user", "?"),), sampling={"temperature": 0.5, "max_tokens": 2})
     episode, [request] = play(tiny_model, observation=observation)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 2)
-    assert episode.rows[0].temperature == 0.5
+    assert episode.rows[0].segments[1].temperature == 0.5
