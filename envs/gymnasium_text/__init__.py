@@ -1,0 +1,179 @@
+"""Gymnasium environments, played in words: what is to be seen goes to the policy as text, an action comes back as text.
+
+FrozenLake and Taxi have rules and maps written for readers; any other environment gets its own documentation, its text
+rendering (or else its observations), and actions written as numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, model_validator
+
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
+from envgym.errors import ConfigError, NameNotFound, VersionNotFound, missing_package
+from envgym.types import Action, Message, Task
+
+from .view import view_of
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from .planning import Plan
+
+
+class GymnasiumTextConfig(EnvConfig):
+    """Settings of the environment."""
+
+    game: str = "FrozenLake-v1"
+    """Gymnasium's id of the environment, also `module:Id-v0`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments it is made with (`{is_slippery: false}`)."""
+    map_size: int | None = Field(None, ge=2, le=32)
+    """FrozenLake only: a new map of this many squares a side for every task, drawn by its seed. Unset: one map."""
+    rules: str | None = None
+    """What the policy is told of the game at the beginning. Unset: a text of ours, or the game's documentation."""
+    max_turns: int = Field(50, ge=1)
+    """Answers after which an episode ends, truncated; those without an action count as well. The game's own limit of
+    steps holds beside it."""
+    invalid_reward: float | None = None
+    """Reward of an answer without an action. Unset: 0 on FrozenLake, -10 (an illegal action's) on Taxi, else -1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.map_size is not None and "FrozenLake" not in self.game:
+            raise ValueError(f"map_size is for FrozenLake, not {self.game}")
+        return self
+
+
+class GymnasiumTextEnv(Env):
+    """One game. Its methods block, as Gymnasium's do, so each instance has a thread of its own."""
+
+    spec: GymnasiumText
+
+    def __init__(self) -> None:
+        self._game: gymnasium.Env[Any, Any] | None = None
+
+    def reset(  # type: ignore[override]
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Info]:
+        self.close()
+        seed = self.rng.getrandbits(31) if seed is None else seed
+        self._game = self.spec.new_game(seed)
+        self._view = view_of(self._game)
+        self._turns = self._invalid = 0
+        observation, _ = self._game.reset(seed=seed)
+        rules = self._view.rules if self.spec.config.rules is None else self.spec.config.rules
+        text = "\n\n".join(part for part in (rules, self._view.hint, self._view.state(observation, None)) if part)
+        return [Message.of("user", text)], {}
+
+    def step(self, action: Action) -> StepResult:  # type: ignore[override]
+        assert self._game is not None  # a reset came first
+        self._turns += 1
+        move = self._view.read(action.text)
+        if move is None:
+            self._invalid += 1
+            said = f"There is no action in your answer. {self._view.hint}"
+            given = self.spec.config.invalid_reward
+            reward, terminated, truncated = self._view.invalid_reward if given is None else given, False, False
+        else:
+            observation, paid, terminated, truncated, _ = self._game.step(move)
+            reward = float(paid)
+            said = self._view.state(observation, reward)
+        truncated = bool(truncated) or self._turns >= self.spec.config.max_turns
+        metrics = {"turns": self._turns, "invalid_actions": self._invalid}
+        info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
+        return [Message.of("user", said)], reward, bool(terminated), truncated and not terminated, info
+
+    def close(self) -> None:  # type: ignore[override]
+        if self._game is not None:
+            self._game.close()
+            self._game = None
+
+
+class GymnasiumText(EnvSpec):
+    """Makes the games, and plays them well where their transitions are known."""
+
+    env_class = GymnasiumTextEnv
+    Config = GymnasiumTextConfig
+    config: GymnasiumTextConfig
+
+    def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
+        super().__init__(id, env_class, **kwargs)
+        self._plans: dict[str, Plan] = {}
+        self._renders: bool | None = None
+
+    async def setup(self) -> None:
+        await asyncio.to_thread(self._try_out)
+
+    def new_game(self, seed: int | None) -> gymnasium.Env[Any, Any]:
+        """A new instance of the game, rendering text where it can. Raises an `EnvgymError` where there is none."""
+        try:
+            import gymnasium
+            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+        except ImportError:
+            raise missing_package("gymnasium", "gymnasium", f"environment {self.id}") from None
+        name, kwargs = self.config.game, dict(self.config.kwargs)
+        if self.config.map_size is not None:
+            kwargs["desc"] = generate_random_map(self.config.map_size, seed=seed)
+        try:
+            if self._renders is None:  # whether a class renders text is known of an instance
+                with contextlib.closing(gymnasium.make(name, disable_env_checker=True, **kwargs)) as game:
+                    self._renders = "ansi" in (game.metadata.get("render_modes") or ())
+            mode = {"render_mode": "ansi"} if self._renders else {}
+            return gymnasium.make(name, disable_env_checker=True, **(mode | kwargs))
+        except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+            raise NameNotFound(f"{self.id}: {_line(error)}") from None
+        except gymnasium.error.VersionNotFound as error:
+            raise VersionNotFound(f"{self.id}: {_line(error)}") from None
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"{self.id}: {name} cannot be made: {_line(error)}") from None
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """Best play, in the words of the game; `seed` chooses between moves that are equally good.
+
+        Where chance decides (slippery ice), even this may fail.
+        """
+        from .planning import Plan, can_plan
+
+        game = self.new_game(task.seed)
+        try:
+            game.reset(seed=task.seed)
+            view, rng = view_of(game), random.Random(f"{task.id} {seed}")
+            if not can_plan(view.world):
+                return super().demonstrations(task, seed)
+            key = repr(getattr(view.world, "desc", None)) if self.config.map_size is not None else ""
+            if key not in self._plans:
+                self._plans = {key: Plan(view.world.P)}
+            turns: list[str | Message] = []
+            while len(turns) < self.config.max_turns:
+                action = self._plans[key].choose(int(view.world.s), rng)
+                turns.append(view.write(action))
+                _, _, terminated, truncated, _ = game.step(action)
+                if terminated or truncated:
+                    break
+            return turns
+        finally:
+            game.close()
+
+    def _try_out(self) -> None:
+        from .observations import check_writable
+
+        game = self.new_game(0)
+        try:
+            view_of(game)
+            if game.render_mode != "ansi":
+                check_writable(game.observation_space)
+        except ConfigError as error:
+            raise ConfigError(f"{self.id}: {self.config.game}: {error}") from None
+        finally:
+            game.close()
+
+
+def _line(error: BaseException) -> str:
+    """An error's message as one line."""
+    return " ".join(str(error).split()) or type(error).__name__

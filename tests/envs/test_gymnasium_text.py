@@ -1,0 +1,274 @@
+"""Gymnasium environments in words, with the real ones."""
+
+import asyncio
+import random
+import sys
+import time
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envgym import errors, registry
+from envgym.envs.gymnasium_text import GymnasiumText
+from envgym.types import Action
+
+TARGET = "envgym.envs.gymnasium_text:GymnasiumText"
+STILL = {"is_slippery": False}
+
+
+class Remote(gymnasium.Env):
+    """Says what it was told: one instance for each kind of action space. A step takes `seconds`."""
+
+    def __init__(self, space, seconds=0.0):
+        self.action_space = space
+        self.observation_space = gymnasium.spaces.Text(200)
+        self.seconds = seconds
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "ready", {}
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        return repr(action.tolist() if isinstance(action, np.ndarray) else action), -0.5, False, False, {}
+
+
+class Picture(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 3), np.uint8)
+
+
+gymnasium.register("tests/Remote-v0", Remote)
+gymnasium.register("tests/Picture-v0", Picture)
+
+
+def make(game="FrozenLake-v1", **settings):
+    return registry.spec(TARGET, game=game, **settings)
+
+
+async def play(spec, answers, seed=0, index=None):
+    """One episode: the texts of all observations, the rewards, and the last step's flags and info."""
+    task = None if index is None else await spec.tasks("train").get(index)
+    env = spec.make()
+    try:
+        observation, _ = await env.reset(seed=seed, options={} if task is None else {"task": task})
+        texts, rewards = [observation.messages[0].text], []
+        for answer in answers if isinstance(answers, list) else answers(task):
+            observation, reward, terminated, truncated, info = await env.step(Action(answer))
+            texts.append(observation.messages[0].text)
+            rewards.append(reward)
+            if terminated or truncated:
+                break
+        return texts, rewards, terminated, truncated, info
+    finally:
+        await env.close()
+
+
+def run(spec, answers, seed=0, index=None):
+    return asyncio.run(play(spec, answers, seed, index))
+
+
+def test_frozen_lake_is_told_as_a_map_and_walked_in_words():
+    texts, rewards, terminated, _, info = run(make(kwargs=STILL), ["I go down.", "right, no: down!", "down"])
+    assert "PFFF\nFHFH\nFFFH\nHFFG" in texts[0]
+    assert "slippery" not in texts[0]
+    assert "one of the words left, down, right, up" in texts[0]
+    assert texts[1] == "SFFF\nPHFH\nFFFH\nHFFG"
+    assert texts[2] == "SFFF\nFHFH\nPFFH\nHFFG"
+    assert texts[3].endswith("You have fallen into a hole.")
+    assert (rewards, terminated, info["score"]) == ([0, 0, 0], True, 0.0)
+
+
+def test_slippery_ice_is_told():
+    assert "slippery" in run(make(), ["up"])[0][0]
+
+
+@pytest.mark.parametrize("size", [None, 4, 7])
+def test_the_demonstration_reaches_the_goal_by_a_shortest_way(size):
+    spec = make(kwargs=STILL, map_size=size)
+    for index in range(5):
+        _, rewards, terminated, _, info = run(spec, lambda task: spec.demonstrations(task, 0), index=index)
+        assert (rewards[-1], terminated, info["score"]) == (1, True, 1.0)
+    if size is None:
+        assert len(rewards) == 6
+        task = asyncio.run(spec.tasks("train").get(0))
+        assert len({tuple(spec.demonstrations(task, seed)) for seed in range(20)}) == 3  # all of its shortest ways
+
+
+def test_demonstrations_play_against_the_same_chance_as_the_episode():
+    """What slips is drawn by the seed, so a recorded play meets the same slips when it is replayed."""
+    spec = make(max_turns=100)
+    scores = []
+    for index in range(20):
+        _, _, terminated, truncated, info = run(spec, lambda task: spec.demonstrations(task, 0), index=index)
+        assert terminated or truncated
+        scores.append(info["score"])
+    assert sum(scores) > 10  # best play reaches the goal three times in four; playing at random once in sixty
+
+
+def test_taxi_is_driven_to_its_destination():
+    spec = make("Taxi-v4")
+    for index in range(5):
+        texts, rewards, terminated, _, info = run(spec, lambda task: spec.demonstrations(task, 0), index=index)
+        assert "|R: | : :G|" in texts[0].replace("T", " ") or "(stand" in texts[0]
+        assert "waits at" in texts[0]
+        assert any("is in the taxi" in text for text in texts)
+        assert texts[-1].endswith("The passenger has arrived.")
+        assert rewards == [-1] * (len(rewards) - 1) + [20]
+        assert (terminated, info["score"]) == (True, 1.0)
+
+
+def test_taxi_says_what_else_may_happen():
+    rules = run(make("Taxi-v4", kwargs={"is_rainy": True, "fickle_passenger": True}), ["north"])[0][0]
+    assert "It rains" in rules
+    assert "another destination" in rules
+
+
+def test_an_answer_without_an_action_is_told_so_and_costs_a_turn():
+    texts, rewards, terminated, truncated, info = run(make(kwargs=STILL, max_turns=3), ["Hm.", "upwards", "right"])
+    assert texts[1].startswith("There is no action in your answer. Answer with one of the words")
+    assert "P" in texts[3]
+    assert rewards == [0, 0, 0]
+    assert (terminated, truncated) == (False, True)
+    assert info["metrics"] == {"turns": 3, "invalid_actions": 2}
+
+
+def test_what_an_answer_without_an_action_costs():
+    assert run(make("Taxi-v4"), ["?"])[1] == [-10]  # moves cost 1: saying nothing must not be cheaper
+    assert run(make("CliffWalking-v1"), ["?"])[1] == [-1]
+    assert run(make("CliffWalking-v1", invalid_reward=-3), ["?"])[1] == [-3]
+
+
+def test_any_other_environment_is_told_by_its_documentation_and_rendering():
+    spec = make("CliffWalking-v1")
+    texts, rewards, terminated, _, info = run(spec, lambda task: spec.demonstrations(task, 0), index=0)
+    assert "- 1: Move right" in texts[0]
+    assert "Version History" not in texts[0]
+    assert "number of your action, 0 to 3" in texts[0]
+    assert "\nx  C  C" in texts[0]
+    assert texts[1].startswith("Reward: -1\n")
+    assert (sum(rewards), terminated, info["score"]) == (-13, True, None)
+
+
+@pytest.mark.parametrize("game", ["Blackjack-v1", "CartPole-v1", "MountainCarContinuous-v0", "Acrobot-v1"])
+def test_an_environment_without_a_text_rendering_shows_its_observation(game):
+    texts, rewards, *_ = run(make(game), ["0", "What?", "0.5, no, rather 0"])
+    assert texts[0].splitlines()[-1][0] in "[("
+    assert len(rewards) > 0
+
+
+SPACES = gymnasium.spaces
+
+
+@pytest.mark.parametrize(
+    ("space", "answer", "understood"),
+    [
+        (SPACES.Discrete(3), "not 1 but 2", "2"),
+        (SPACES.Discrete(3), "3", None),
+        (SPACES.Discrete(3), "1.5", None),
+        (SPACES.Discrete(3), "v2", None),
+        (SPACES.Discrete(3, start=-1), "-1", "-1"),
+        (SPACES.Discrete(3), "1" * 400, None),
+        (SPACES.Box(-1, 1, (2,)), "first 7, then 0.5 -0.25", "[0.5, -0.25]"),
+        (SPACES.Box(-1, 1, (2,)), "0.5", None),
+        (SPACES.Box(-1, 1, (2,)), "0.5 2", None),
+        (SPACES.Box(-1, 1, (2,)), "nan inf", None),
+        (SPACES.Box(-np.inf, np.inf, (1,)), "1e999", None),
+        (SPACES.Box(0, 9, (2, 2), np.int64), "1 2 3 4", "[[1, 2], [3, 4]]"),
+        (SPACES.Box(0, 9, (1,), np.int64), "1.5", None),
+        (SPACES.MultiDiscrete([2, 3]), "1 2", "[1, 2]"),
+        (SPACES.MultiDiscrete([2, 3]), "2 1", None),
+        (SPACES.MultiBinary(3), "1 0 1", "[1, 0, 1]"),
+        (SPACES.Text(5), " hello\n", "'hello'"),
+        (SPACES.Text(5), "hello world", None),
+    ],
+)
+def test_actions_of_every_space_are_read(space, answer, understood):
+    texts, *_ = run(make("tests/Remote-v0", kwargs={"space": space}), [answer])
+    if understood is None:
+        assert texts[1].startswith("There is no action in your answer.")
+    else:
+        assert texts[1] == f"Reward: -0.5\n{understood}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"game": "FrozenLak-v1"}, errors.NameNotFound, "FrozenLake"),
+        ({"game": "FrozenLake-v9"}, errors.VersionNotFound, "v9"),
+        ({"game": "FrozenLake-v1", "kwargs": {"slippery": 1}}, errors.ConfigError, "slippery"),
+        ({"game": "no_such_module:Game-v0"}, errors.ConfigError, "no_such_module"),
+        ({"game": "tests/Picture-v0"}, errors.ConfigError, "21168 numbers"),
+        ({"game": "tests/Remote-v0", "kwargs": {"space": SPACES.Dict()}}, errors.ConfigError, "Dict"),
+    ],
+)
+def test_what_cannot_be_played_is_one_clear_line(settings, error, says):
+    with pytest.raises(error, match=says) as caught:
+        asyncio.run(make(**settings).ensure_setup())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_map_size_is_for_frozen_lake():
+    with pytest.raises(errors.ConfigError, match="map_size is for FrozenLake"):
+        make("Taxi-v4", map_size=4)
+
+
+def test_without_gymnasium_the_command_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(errors.MissingDependency, match=r"pip install 'envgym\[gymnasium\]'"):
+        asyncio.run(make().ensure_setup())
+
+
+def test_no_demonstrations_where_the_transitions_are_not_known():
+    spec = make("Blackjack-v1")
+    task = asyncio.run(spec.tasks("train").get(0))
+    with pytest.raises(errors.ConfigError, match="no demonstrations"):
+        spec.demonstrations(task, 0)
+
+
+def test_the_seed_decides_everything_and_the_global_generators_nothing():
+    spec = make("Taxi-v4", kwargs={"is_rainy": True})
+    answers = ["south", "west", "pickup", "east", "?", "north", "dropoff"] * 3
+    first = [run(spec, answers, index=index) for index in range(4)]
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert [run(spec, answers, index=index) for index in range(4)] == first
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert len({texts[0] for texts, *_ in first}) == 4
+
+
+def test_train_and_test_draw_from_different_seeds():
+    spec = make()
+
+    async def seeds(split):
+        return {(await spec.tasks(split).get(index)).seed for index in range(100)}
+
+    assert not asyncio.run(seeds("train")) & asyncio.run(seeds("test"))
+
+
+def test_concurrent_episodes_do_not_meet_and_block_nobody():
+    answers = ["down", "right", "up", "right", "down", "down", "left"] * 4
+
+    async def together(spec):
+        return await asyncio.gather(*(play(spec, answers, index=index) for index in range(16)))
+
+    spec = make(map_size=6)
+    assert asyncio.run(together(spec)) == [run(spec, answers, index=index) for index in range(16)]
+
+    slow = make("tests/Remote-v0", kwargs={"space": SPACES.Discrete(9), "seconds": 0.2})
+
+    async def slowly():
+        await asyncio.gather(*(play(slow, ["1", "2"]) for _ in range(20)))
+
+    begun = time.monotonic()
+    asyncio.run(slowly())
+    assert time.monotonic() - begun < 3.0  # one after the other it would be 8
+
+
+def test_it_is_its_description():
+    spec = make("Taxi-v4", kwargs={"is_rainy": True}, max_turns=20)
+    again = registry.spec_from_json(spec.to_json())
+    assert isinstance(again, GymnasiumText)
+    assert again == spec
