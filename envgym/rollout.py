@@ -98,7 +98,7 @@ class Runner:
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
         if self.agent.samples:
-            await asyncio.gather(*(self._judge(group) for group in groups))
+            await asyncio.gather(*(self._compare(group) for group in groups))
         return groups
 
     async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
@@ -186,7 +186,7 @@ class Runner:
         with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
             await env.close()
 
-    async def _judge(self, group: Group) -> None:
+    async def _compare(self, group: Group) -> None:
         """Let the environment score the finished members of a group against each other, where it does."""
         finished = [episode for episode in group.episodes if not episode.failed]
         if not finished:
@@ -208,7 +208,7 @@ class Runner:
             return
         for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
             if isinstance(verdict, Judgement):
-                judge(episode, verdict)
+                apply_judgement(episode, verdict)
             else:
                 episode.outcome = self._failure(verdict, timed_out=False)
                 episode.reward = episode.score = None
@@ -230,7 +230,7 @@ def as_judgement(verdict: object) -> Judgement | Exception:
     return judged
 
 
-def judge(episode: Episode, judged: Judgement) -> None:
+def apply_judgement(episode: Episode, judged: Judgement) -> None:
     """Let a judgement stand in place of what the steps of `episode` paid."""
     own_score = episode.score if episode.reward is None else None
     reward = None if judged.reward is None else float(judged.reward)

@@ -1,0 +1,140 @@
+"""Answers in one turn, paid by reward models: one or several with weights, here or behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field
+
+from envgym.env import Env, Info, StepResult
+from envgym.errors import ConfigError
+from envgym.services import Assessment, RewardClient, RewardEndpoint, RewardModel, Service
+from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.types import Action, Message, Task, as_messages
+
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class WeightedModel(RewardModel):
+    """A reward model, and what it counts."""
+
+    weight: Weight = 1.0
+    """Its share in the sum that is the reward."""
+    name: str = ""
+    """What its metric is called; by default the last part of `model`."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.model.rstrip("/").rpartition("/")[2]
+
+    @property
+    def service(self) -> Service:
+        return RewardModel(**self.model_dump(exclude={"weight", "name"}))
+
+
+class WeightedEndpoint(RewardEndpoint):
+    """A reward server, and what it counts."""
+
+    weight: Weight = 1.0
+    """Its share in the sum that is the reward."""
+    name: str = ""
+    """What its metric is called; by default the server's host."""
+
+    @property
+    def title(self) -> str:
+        return self.name or str(urlsplit(self.urls[0]).hostname)
+
+    @property
+    def service(self) -> Service:
+        return RewardEndpoint(**self.model_dump(exclude={"weight", "name"}))
+
+
+def _several(key: str) -> Any:
+    """One where several may stand, and a plain name in place of settings that give `key`."""
+
+    def spread(value: Any) -> Any:
+        entries = [value] if isinstance(value, str | Mapping) else value
+        if not isinstance(entries, Sequence):
+            return value
+        return [{key: entry} if isinstance(entry, str) else entry for entry in entries]
+
+    return BeforeValidator(spread)
+
+
+class RewardModelConfig(DataEnvConfig):
+    models: Annotated[tuple[WeightedModel, ...], _several("model")] = ()
+    """Reward models: folders or hub ids, or settings of each (`[{model: M, weight: 0.7}, …]`)."""
+    endpoints: Annotated[tuple[WeightedEndpoint, ...], _several("urls")] = ()
+    """Reward servers: addresses, or settings of each (`[{urls: [U, V], weight: 0.3}]`)."""
+    call_timeout: float = Field(300.0, gt=0)
+    """Seconds an answer may wait for its reward, the queue included."""
+
+
+class RewardModelEnv(Env):
+    """Poses the task and pays what the models say of the answer."""
+
+    spec: RewardModelEnvSpec
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.task: Task = (options or {})["task"]
+        self.messages = as_messages(self.task.prompt)
+        return list(self.messages), {}
+
+    async def step(self, action: Action) -> StepResult:
+        conversation = [*self.messages, Message.of("assistant", action.text)]
+        reward, info = await self.spec.pay(conversation, self.task.answer)
+        return (), reward, True, False, info
+
+
+class RewardModelEnvSpec(DataEnvSpec):
+    """The prompts, and the models that pay."""
+
+    env_class = RewardModelEnv
+    Config = RewardModelConfig
+    config: RewardModelConfig
+    answer_required = False
+
+    @property
+    def payers(self) -> dict[str, WeightedModel | WeightedEndpoint]:
+        """Every model and endpoint under the name of its metric."""
+        payers: dict[str, WeightedModel | WeightedEndpoint] = {}
+        for payer in (*self.config.models, *self.config.endpoints):
+            name = re.sub(r"[^\w.-]+", "_", payer.title) or "reward"
+            unique = name if name not in payers else f"{name}-{len(payers) + 1}"
+            payers[unique] = payer
+        return payers
+
+    @property
+    def services(self) -> Mapping[str, Service]:
+        return {name: payer.service for name, payer in self.payers.items()}
+
+    async def setup(self) -> None:
+        if not self.payers:
+            raise ConfigError(
+                f"environment {self.id}: which reward model? Give env.models=FOLDER, or env.endpoints=URL of a server"
+            )
+        await super().setup()
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The answer that the data holds, where it does."""
+        if not isinstance(task.answer, str):
+            return super().demonstrations(task, seed)
+        return [task.answer]
+
+    async def pay(self, conversation: Sequence[Message], label: Any) -> tuple[float, Info]:
+        """The weighted sum of what the models say of a conversation, and what each of them says, as metrics."""
+        payers = self.payers
+        clients: list[RewardClient] = [self.clients[name] for name in payers]
+        said: list[Assessment] = await asyncio.gather(*(c.assess(conversation, label=label) for c in clients))
+        reward = sum(payer.weight * one.reward for payer, one in zip(payers.values(), said, strict=True))
+        metrics: dict[str, float] = {}
+        for name, one in zip(payers, said, strict=True):
+            metrics[name] = one.reward
+            metrics |= {f"{name}/{metric}": value for metric, value in one.metrics.items()}
+        # A score of success belongs to the reward as a whole; parts of one have none in common.
+        score = {"score": said[0].score} if len(said) == 1 and said[0].score is not None else {}
+        return reward, {"metrics": metrics, **score}
