@@ -32,8 +32,6 @@ class ChatRenderer(Renderer):
     def _open(self, observation: Observation) -> str:
         if not observation.messages:
             raise InvalidStep("the first observation has neither messages nor text")
-        if observation.tools:
-            _ = self.template.call_format  # refused now rather than after the first turn
         # Text first, then ids: templates write their special tokens as text, and `add_special_tokens` would
         # put a second beginning-of-sequence token before them.
         return self.template.render(self.template.written(observation.messages), observation.tools)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidStep
+from envgym.errors import InvalidStep
 from envgym.types import Message, ToolCall, ToolSpec
 
 from .json_formats import read_hermes, write_hermes
@@ -19,8 +19,8 @@ from .reading import Format
 from .tool_calls import EXAMPLE, describe, format_of
 
 # Words that no template writes by itself.
-ASKED, SAID, ASKED_AGAIN, TOOL, RESULT = "qx1asked", "qx2said", "qx3again", "qx4tool", "qx5result"
-PROBE = ToolSpec(TOOL, TOOL, {"type": "object", "properties": {"argument": {"type": "string"}}})
+ASKED, SAID, ASKED_AGAIN, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
+PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 Written = dict[str, Any]
 """A message as a template takes it."""
@@ -40,8 +40,8 @@ class Template:
 
         Raises `InvalidStep` where the template refuses the conversation.
         """
-        if tools and not self.shows_tools:
-            messages = self._with_description(messages, tools)
+        if tools and not self._shows_tools:
+            messages, tools = self._with_description(messages, tools), ()
         return self._render(messages, tools, open_turn)
 
     def written(self, messages: Sequence[Message]) -> list[Written]:
@@ -50,7 +50,7 @@ class Template:
         for message in messages:
             if message.role == "assistant":
                 result.append(self.assistant(message.text, message.tool_calls))
-            elif message.role == "tool" and not self.shows_results:
+            elif message.role == "tool" and not self._shows_results:
                 text = f"<tool_response>\n{message.text}\n</tool_response>"
                 if result and "results" in result[-1]:  # roles may have to alternate
                     result[-1]["content"] += f"\n{text}"
@@ -64,9 +64,12 @@ class Template:
         """An assistant's message."""
         if not calls:
             return {"role": "assistant", "content": content}
-        if self._call_form is None:
+        if self._calls is None:
             return {"role": "assistant", "content": write_hermes(content, calls)}
-        return self._call_form(content, calls)
+        form = self._calls[0]
+        if content and not self._writes_both:
+            return {"role": "assistant", "content": content + self.turn(form("", calls))}
+        return form(content, calls)
 
     def turn(self, message: Written) -> str:
         """What the template writes of an assistant's message alone, without its end-of-turn."""
@@ -78,9 +81,11 @@ class Template:
 
     def unended(self, text: str) -> str:
         """A text that ends with the assistant's turn, without what the template writes after what was said."""
-        if self.end_of_turn:
-            return text.rpartition(self.end_of_turn)[0]
-        return text.removesuffix(self._after_last_turn)
+        if self.end_of_turn in text:
+            return (
+                text.rpartition(self.end_of_turn)[0] if self.end_of_turn else text.removesuffix(self._after_last_turn)
+            )
+        return text
 
     # -- found out ----------------------------------------------------------------------------------------------
 
@@ -103,43 +108,50 @@ class Template:
     def _after_last_turn(self) -> str:
         return self._try(TALK, ()).rpartition(SAID)[2]
 
-    @cached_property
-    def shows_tools(self) -> bool:
-        """Whether the template tells the policy which tools there are."""
-        return TOOL in self._try([TALK[0]], [PROBE])
-
-    @cached_property
-    def shows_results(self) -> bool:
-        """Whether the template takes messages of the role `tool`."""
-        result = Message("tool", Message.of("tool", RESULT).content, tool_call_id=EXAMPLE.id, name=TOOL).as_dict()
-        call = self.assistant("", [ToolCall(EXAMPLE.id, TOOL, {})])
-        return self._try([TALK[0], call, result], [PROBE]).count(RESULT) == 1
-
-    @cached_property
+    @property
     def call_format(self) -> Format:
-        """How the calls that this template writes are read. Raises `ConfigError` where they cannot be."""
-        if self._call_form is None:
-            return read_hermes
-        text = self.turn(self.assistant("", [EXAMPLE]))
-        found = format_of(text, EXAMPLE.name, EXAMPLE.arguments)
-        if found is None:
-            raise ConfigError(
-                f"{self._name} writes tool calls in a format that envgym cannot read: set render=text, or give its "
-                "tokenizer a chat template with the tool calls of Qwen, Llama 3, Mistral, DeepSeek or GLM"
-            )
-        return found
+        """How calls are read."""
+        return read_hermes if self._calls is None else self._calls[1]
 
     @cached_property
-    def _call_form(self) -> _CallForm | None:
-        """The form in which the template takes calls, None where it takes none."""
+    def _calls(self) -> tuple[_CallForm, Format] | None:
+        """In which form the template takes calls and in which it writes them; None where it does not, or in a form
+        that cannot be read. Then tools are described in words, and called in the Hermes format."""
         for empty in ("", None):
             for as_text in (False, True):
                 form = _CallForm(empty, as_text)
-                call = form("", [ToolCall(EXAMPLE.id, TOOL, {"argument": SAID})])
-                text = self._try([TALK[0], call], [PROBE]).rpartition(ASKED)[2]
-                if TOOL in text and SAID in text:
-                    return form
+                written = format_of(self.turn(form("", [EXAMPLE])), EXAMPLE.name, EXAMPLE.arguments)
+                if written is not None:
+                    return form, written
         return None
+
+    @cached_property
+    def _writes_both(self) -> bool:
+        """Whether the template writes content and calls of one message. Some drop one of them, or refuse."""
+        assert self._calls is not None
+        form, written = self._calls
+        reading = written(self.turn(form(SAID, [EXAMPLE])), {})
+        return SAID in reading.content and len(reading.calls) == 1
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template tells the policy which tools there are and how to call them."""
+        return self._calls is not None and PROBE.name in self._try([TALK[0]], [PROBE])
+
+    @cached_property
+    def _shows_results(self) -> bool:
+        """Whether the template takes messages of the role `tool`."""
+        call = self.assistant("", [EXAMPLE])
+        result = {"role": "tool", "content": RESULT, "tool_call_id": EXAMPLE.id, "name": EXAMPLE.name}
+        return self._try([TALK[0], call, result], [PROBE]).count(RESULT) == 1
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template takes a message's content as a list of parts alone."""
+        try:
+            return ASKED not in self._apply([TALK[0]], (), False)
+        except Exception:
+            return True
 
     def _try(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> str:
         try:
@@ -148,13 +160,10 @@ class Template:
             return ""
 
     def _render(self, messages: Sequence[Written], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+        if self._wants_parts:
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[tool.as_dict() for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=open_turn,
-            )
+            return self._apply(messages, tools, open_turn)
         except Exception as error:  # whatever a template's code runs into
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             roles = ", ".join(message["role"] for message in messages)
@@ -162,20 +171,27 @@ class Template:
                 f"the chat template of {self._name} refuses the conversation ({reason}; its roles: {roles}): "
                 "say it in roles that the template takes, or set render=text"
             ) from None
+
+    def _apply(self, messages: Sequence[Written], tools: Sequence[ToolSpec], open_turn: bool) -> str:
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=[tool.as_dict() for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=open_turn,
+        )
         return str(text)
 
     def _with_description(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> list[Written]:
         """The messages with the tools described in the first of them, whatever its role."""
-        text = describe(tools, self._example)
+        text = describe(tools, self.turn(self.assistant("", [EXAMPLE])).strip())
         first, *others = messages
         if first["role"] == "system":
             return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
         return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
 
-    @cached_property
-    def _example(self) -> str:
-        """A call as the template writes it."""
-        return self.turn(self.assistant("", [EXAMPLE])).strip()
+
+def _parts(content: str | None) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _common_beginning(one: str, other: str) -> str:
