@@ -19,12 +19,13 @@ COMMANDS = {
     "eval": "measure a model on an environment's held-out tasks",
     "envs": "list environments, or show one",
     "serve": "serve an environment over HTTP",
+    "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",
     "model": "make a model from a recipe, such as the starter policy",
     "runs": "list run folders with their results",
 }
 
-_LISTED = "\n".join(f"  {name:<8}{summary}" for name, summary in COMMANDS.items())
+_LISTED = "\n".join(f"  {name:<{max(map(len, COMMANDS)) + 2}}{summary}" for name, summary in COMMANDS.items())
 
 HELP = f"""usage: envgym COMMAND …
 
@@ -77,5 +78,5 @@ def _dispatch(arguments: list[str], invocation: Invocation) -> int:
         noun = "option" if command.startswith("-") else "command"
         known = ["--help", "--version"] if noun == "option" else COMMANDS
         raise ConfigError(f"there is no {noun} {command!r}.{did_you_mean(command, known)} See: envgym --help")
-    status: int = importlib.import_module(f".{command}", __name__).main(rest, invocation)
+    status: int = importlib.import_module(f".{command.replace('-', '_')}", __name__).main(rest, invocation)
     return status

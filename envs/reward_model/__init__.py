@@ -102,7 +102,8 @@ class RewardModelEnvSpec(DataEnvSpec):
     def payers(self) -> dict[str, WeightedModel | WeightedEndpoint]:
         """Every model and endpoint under the name of its metric."""
         payers: dict[str, WeightedModel | WeightedEndpoint] = {}
-        for payer in (*self.config.models, *self.config.endpoints):
+        declared: list[WeightedModel | WeightedEndpoint] = [*self.config.models, *self.config.endpoints]
+        for payer in declared:
             name = re.sub(r"[^\w.-]+", "_", payer.title) or "reward"
             unique = name if name not in payers else f"{name}-{len(payers) + 1}"
             payers[unique] = payer

@@ -1,0 +1,54 @@
+"""`envgym serve-reward-model`: a reward model over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from envgym.errors import ConfigError
+
+from .failures import Invocation
+from .parser import Parser
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "serve-reward-model",
+        "--model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]",
+        "Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, which is made anew and "
+        "kept in a file for this user alone unless one is given. Settings: batch_size, max_length, too_long, dtype, "
+        "normalise, timeout.",
+        "envgym serve-reward-model --model path/to/reward_model too_long=cut",
+    )
+    parser.add_argument("--model", metavar="M", required=True, help="folder or hub id, or a run that trained one")
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, default=5000, help="port; 0 takes a free one (5000)")
+    parser.add_argument("--token-file", metavar="F", help="file that holds the token clients must send")
+    parser.add_argument("--no-token", action="store_true", help="serve whoever can reach it; on loopback only")
+    options, words = parser.parse_with_words(arguments)
+    if options.no_token and options.token_file is not None:
+        raise ConfigError("--no-token and --token-file contradict each other")
+
+    from envgym.config import parse_words, validated
+    from envgym.services import RewardModel
+    from envgym.services.serving import serve_model
+
+    settings = parse_words(words)
+    settings.pop("debug", None)
+    declared = validated(RewardModel, {**settings, "model": options.model})
+
+    def on_ready(url: str, token_file: str) -> None:
+        token = f"with the token in {token_file}" if token_file else "without a token"
+        print(f"serving {declared.model} at {url} {token} (Ctrl-C ends it)", flush=True)
+
+    asyncio.run(
+        serve_model(
+            declared,
+            options.host,
+            options.port,
+            token_file=options.token_file,
+            open_to_all=options.no_token,
+            on_ready=on_ready,
+        )
+    )
+    return 0

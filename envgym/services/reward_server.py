@@ -1,0 +1,146 @@
+"""A reward model over HTTP, in the form that `RewardEndpoint` asks for.
+
+    POST /get_reward {"query": ["text", …], "prompts": […], "labels": […]}
+        -> {"rewards": [0.5, …], "scores": [0.5, …], "extra_logs": {}}
+    GET /healthz -> {"status": "ok"}
+
+A query is text or a list of chat messages; prompts and labels are not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from envgym.errors import InvalidOutcome, WorkerDied
+from envgym.types import as_messages
+
+from .client import Conversation, RewardClient
+
+MAX_BODY = 32 * 2**20
+"""Bytes of a request."""
+MAX_QUERIES = 4096
+"""Queries in a request."""
+READ_SECONDS = 30.0
+"""Seconds a request's body may take to arrive."""
+DRAIN_SECONDS = 10.0
+"""Seconds that requests in flight may take to finish once the server is asked to stop."""
+
+logger = logging.getLogger(__name__)
+
+
+class RewardServer:
+    """The routes over one reward model. `dead` is set when its worker is gone."""
+
+    def __init__(self, client: RewardClient, token: str | None) -> None:
+        self._client = client
+        self._token = token
+        self.dead = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer requests on `listener`; on leaving, let those in flight finish."""
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_post("/get_reward", self._get_reward)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_SECONDS)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener, backlog=1024).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _get_reward(self, request: web.Request) -> web.Response:
+        conversations = await self._queries(request)
+        # One by one into the common queue, so that small requests of many clients share batches.
+        assessed = await asyncio.gather(
+            *(self._client.assess(conversation) for conversation in conversations), return_exceptions=True
+        )
+        for index, result in enumerate(assessed):
+            if isinstance(result, InvalidOutcome):
+                raise _Problem(503 if result.retryable else 422, f"query {index}: {result}")
+            if isinstance(result, BaseException):
+                raise result
+        answers = [result for result in assessed if not isinstance(result, BaseException)]
+        rewards = [answer.reward for answer in answers]
+        names = sorted({name for answer in answers for name in answer.metrics})
+        logs = {name: [answer.metrics.get(name, 0.0) for answer in answers] for name in names}
+        return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": logs})
+
+    async def _queries(self, request: web.Request) -> list[Conversation]:
+        # Web pages can make a browser post plain text to a loopback address, but not JSON.
+        if request.content_type != "application/json":
+            raise _Problem(415, "send the body as application/json")
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                body = json.loads(await request.read())
+        except TimeoutError:
+            raise _Problem(408, f"the body did not arrive within {READ_SECONDS:g} s") from None
+        except (ValueError, RecursionError):
+            raise _Problem(400, "the body is not JSON") from None
+        queries = body.get("query") if isinstance(body, dict) else None
+        queries = [queries] if isinstance(queries, str) else queries
+        if not isinstance(queries, list):
+            raise _Problem(422, 'the body is {"query": [text or messages, …]}')
+        if len(queries) > MAX_QUERIES:
+            raise _Problem(413, f"at most {MAX_QUERIES} queries in a request, not {len(queries)}")
+        return [_conversation(query, index) for index, query in enumerate(queries)]
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Let in who has the token, and answer every error in one form; the server lives on."""
+        try:
+            if request.path != "/healthz":
+                self._check_token(request.headers.get("Authorization", ""))
+            return await handler(request)
+        except _Problem as problem:
+            return web.json_response({"error": problem.message}, status=problem.status)
+        except web.HTTPException as error:  # no such route, method or room
+            return web.json_response({"error": f"{error.status} {error.reason.lower()}"}, status=error.status)
+        except WorkerDied:
+            self.dead.set()
+            return web.json_response({"error": "the reward model is gone"}, status=503)
+        except Exception:
+            logger.exception("%s %s", request.method, request.path)
+            return web.json_response({"error": "a defect of the server; its log has more"}, status=500)
+
+    def _check_token(self, authorization: str) -> None:
+        if self._token is None:
+            return
+        kind, _, given = authorization.partition(" ")
+        # Compared as bytes and in constant time: a header may hold anything.
+        expected = self._token.encode()
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), expected):
+            raise _Problem(401, "send the server's token: Authorization: Bearer TOKEN")
+
+
+class _Problem(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+def _conversation(query: Any, index: int) -> Conversation:
+    if isinstance(query, str):
+        return query
+    try:
+        if not isinstance(query, list) or not query:
+            raise TypeError(f"text or a list of messages, not {type(query).__name__}")
+        return as_messages(query)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise _Problem(422, f"query {index}: {str(error)[:200]}") from None
