@@ -1,0 +1,165 @@
+"""Programming tasks: the policy writes Python, and unit tests in a sandbox decide what it earns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.errors import DataError
+from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.types import Action, Message, Task, as_messages
+
+from .cases import Case, read_cases
+from .grading import Verdict, grade
+from .problems import MadeUpTasks, held_out_tasks
+from .sandbox import Limits, Sandbox
+
+TESTS_FIELDS = ("tests", "test_list", "test_cases", "unit_tests", "input_output", "test")
+
+
+class CodeConfig(DataEnvConfig):
+    """Settings of the programming tasks. Without `data` they are made up here."""
+
+    tests: str | None = None
+    """Field of the tests. Unset: the first of the usual names a row has."""
+    instruction: str = "Answer with Python code in one ```python block."
+    """Added to every problem; empty for none."""
+    attempts: int = Field(1, ge=1)
+    """Programs an episode may try; what the first failed test says comes back in between."""
+    reward: Literal["all", "share"] = "all"
+    """What is paid: 1 where all tests pass and else nothing, or the share that passes."""
+    n_tests: int = Field(10, ge=4)
+    """Tests of each made-up task."""
+    limits: Limits = Limits()
+    """What a program may use while it is tested."""
+    programs: int | None = Field(None, ge=1)
+    """Programs that run at once. Unset: two for each CPU."""
+    packages: tuple[str, ...] = ()
+    """Packages that programs may import, by import name, besides the standard library."""
+
+
+class CodeEnv(Env):
+    """Poses the task, runs what is in the last Python block, and pays by the tests that pass."""
+
+    spec: Code
+    cases: list[Case]
+    left: int
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        task: Task = (options or {})["task"]
+        self.cases = self.spec.cases(task)
+        self.left = self.spec.config.attempts
+        messages = list(as_messages(task.prompt))
+        if instruction := self.spec.config.instruction:
+            if messages and messages[-1].role == "user":
+                instruction = f"{messages.pop().text}\n\n{instruction}"
+            messages.append(Message.of("user", instruction))
+        return messages, {}
+
+    async def step(self, action: Action) -> StepResult:
+        self.left -= 1
+        code = last_block(action.text)
+        verdict = await grade(self.spec.sandbox, code, self.cases) if code.strip() else None
+        passed = verdict is not None and verdict.passed
+        if not passed and self.left:
+            feedback = verdict.feedback() if verdict else "There was no code in the answer."
+            return [Message.of("user", f"{feedback}\n\n{self.spec.try_again}")], None, False, False, {}
+        share = verdict.share if verdict else 0.0
+        reward = share if self.spec.config.reward == "share" else float(passed)
+        info = {"score": float(passed), "metrics": self._metrics(verdict, share)}
+        return (), reward, True, False, info
+
+    def _metrics(self, verdict: Verdict | None, share: float) -> dict[str, float]:
+        metrics = {"answered": float(verdict is not None), "tests_passed": share}
+        for reason in ("error", "timeout", "memory", "output"):
+            metrics[reason] = float(verdict is not None and verdict.has(reason))
+        if self.spec.config.attempts > 1:
+            metrics["attempts"] = float(self.spec.config.attempts - self.left)
+        return metrics
+
+
+class Code(DataEnvSpec):
+    """The tasks, and the sandbox that their solutions run in."""
+
+    env_class = CodeEnv
+    Config = CodeConfig
+    config: CodeConfig
+    answer_required = False
+    try_again = "Fix it, and answer with the whole program again."
+
+    _sandbox: Sandbox | None = None
+
+    async def setup(self) -> None:
+        await super().setup()
+        if self.config.data is not None:
+            for split in ("train", "test"):
+                tasks = self.tasks(split)
+                if tasks.size != 0:
+                    self.cases(await tasks.get(0))  # a wrong field is found before a model is loaded
+        config = self.config
+        self._sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)
+        await self._sandbox.start()
+
+    async def teardown(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.close()
+            self._sandbox = None
+        await super().teardown()
+
+    @property
+    def sandbox(self) -> Sandbox:
+        assert self._sandbox is not None  # a reset has set the spec up
+        return self._sandbox
+
+    def own_tasks(self, split: str) -> TaskSet:
+        return MadeUpTasks(self.config.n_tests) if split == "train" else ListTasks(held_out_tasks(self.config.n_tests))
+
+    def cases(self, task: Task) -> list[Case]:
+        """The tests of a task. Raises `DataError` where it has none that can be read."""
+        tests = task.fields.get(self.config.tests) if self.config.tests else self._usual(task)
+        if tests is None:
+            known = self.config.tests or ", ".join(TESTS_FIELDS)
+            raise DataError(f"task {task.key} has no tests in {known}: say where they are with env.tests=FIELD")
+        try:
+            return read_cases(tests, str(task.fields.get("entry_point") or ""))
+        except DataError as error:
+            raise DataError(f"task {task.key}: {error}") from None
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The answer of the task: a solution, with its code in a block."""
+        if not isinstance(task.answer, str):
+            raise DataError(f"task {task.key} has no solution to show: say where it is with data.answer=FIELD")
+        code = task.answer if "```" in task.answer else f"```python\n{task.answer.strip()}\n```"
+        opening = random.Random(f"{task.key} {seed}").choice(_OPENINGS)
+        return [f"{opening}{code}"]
+
+    def _usual(self, task: Task) -> Any:
+        return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
+
+
+_OPENINGS: Sequence[str] = ("", "Here is the code:\n\n", "This does it:\n\n")
+
+
+def last_block(text: str) -> str:
+    """The content of the last Python block, also one that never closes; without any, of the last block of another
+    kind or none; without blocks, all of the text."""
+    block: list[str] | None = None
+    found: dict[bool, str] = {}
+    is_python = False
+    for line in text.splitlines():
+        fence = line.strip()
+        if not fence.startswith("```"):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block, is_python = [], fence[3:].strip().lower() in ("python", "py", "python3")
+        else:
+            found[is_python] = "\n".join(block)
+            block = None
+    if block is not None:
+        found[is_python] = "\n".join(block)
+    return found.get(True, found.get(False, text))

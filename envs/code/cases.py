@@ -1,0 +1,113 @@
+"""Unit tests as data: a call and what it returns, an input and what is printed for it, or lines of `assert`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envgym.errors import DataError
+
+from .asserts import calls_in
+from .driver import encode
+
+
+@dataclass(frozen=True, slots=True)
+class CallCase:
+    """A call of a function and its result. Arguments and result are encoded (see `driver`)."""
+
+    function: str
+    args: Any
+    kwargs: Any
+    expected: Any
+    text: str
+    """The call as people read it."""
+    result: str
+    """What it should return, as people read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCase:
+    """Text on standard input, and the text that the program prints for it."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssertCase:
+    """Statements that run in the solution's own process and raise where it is wrong.
+
+    A solution made to deceive can make them pass: use the other kinds where you can.
+    """
+
+    code: str
+
+
+Case = CallCase | OutputCase | AssertCase
+
+_USUAL = "give {'call', 'args', 'expected'} or {'stdin', 'stdout'} objects, or lines of assert"
+
+
+def call_case(function: str, args: list[Any], kwargs: Mapping[str, Any], expected: Any) -> CallCase:
+    """Raises `TypeError` for values that are not of Python's literal types."""
+    words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    text = f"{function}({', '.join(words)})"
+    return CallCase(function, encode(list(args)), encode(dict(kwargs)), encode(expected), text, repr(expected))
+
+
+def read_cases(tests: Any, entry_point: str = "") -> list[Case]:
+    """The cases in a row's tests: a list of objects or of assert lines, one text of assert lines, or either as JSON.
+
+    `entry_point` is the function that is tested where a test does not name it. Raises `DataError`.
+    """
+    if isinstance(tests, str):
+        tests = _parsed(tests)
+    if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
+        tests = _pairs(tests)
+    items = [tests] if isinstance(tests, str | Mapping) else tests
+    if not isinstance(items, list) or not items:
+        raise DataError(f"no tests in {tests!r:.60}: {_USUAL}")
+    return [case for item in items for case in _read(item, entry_point)]
+
+
+def _parsed(text: str) -> Any:
+    """What JSON text holds; other text is code."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _pairs(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`{"inputs": […], "outputs": […], "fn_name": …}`, columns instead of rows."""
+    inputs, outputs, name = tests["inputs"], tests["outputs"], tests.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise DataError(f"tests have lists of as many inputs as outputs, not {tests!r:.60}")
+    if name:
+        return [{"call": name, "args": x, "expected": y} for x, y in zip(inputs, outputs, strict=True)]
+    return [{"stdin": x, "stdout": y} for x, y in zip(inputs, outputs, strict=True)]
+
+
+def _read(item: Any, entry_point: str) -> list[Case]:
+    if isinstance(item, str):
+        calls = calls_in(item, entry_point)
+        if calls is not None:
+            return [call_case(*call) for call in calls]
+        check = f"\ncheck({entry_point})\n" if entry_point and "def check(" in item else ""
+        return [AssertCase(item + check)]
+    if isinstance(item, Mapping):
+        for given, printed in (("stdin", "stdout"), ("input", "output")):
+            if isinstance(item.get(given), str) and isinstance(item.get(printed), str):
+                return [OutputCase(item[given], item[printed])]
+        function = item.get("call", entry_point)
+        args, kwargs = item.get("args", []), item.get("kwargs", {})
+        if isinstance(function, str) and function and isinstance(args, list) and "expected" in item:
+            try:
+                return [call_case(function, args, kwargs, item["expected"])]
+            except (TypeError, AttributeError) as error:
+                raise DataError(f"a test that cannot be used, {item!r:.60}: {error}") from None
+    raise DataError(f"a test that cannot be used, {item!r:.60}: {_USUAL}")

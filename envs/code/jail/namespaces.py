@@ -1,0 +1,165 @@
+"""Namespaces: a program with a file system, a process table, a network and users of its own.
+
+Its file system has of this machine the Python interpreter, the system's libraries and five devices, read-only. What
+the program writes goes to a small file system in memory that ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+
+from . import linux, seccomp
+from .program import (
+    NOBODY,
+    Host,
+    Program,
+    Streams,
+    close_all_but,
+    connect,
+    environment,
+    execute,
+    limit,
+    reset_signals,
+    write_files,
+)
+
+_ROOT = os.path.dirname(os.path.abspath(__file__))
+"""Where the new root is built. Any folder does: only the program's own mount namespace sees it there."""
+_SCRATCH, _HOME, _TEMPORARY, _SHARED, _PACKAGES = "/box", "/box/work", "/box/tmp", "/box/shm", "/packages"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top
+
+
+def prepare(way: str) -> None:
+    """Make the next child of this process the first of a new process namespace.
+
+    As root, by right; as `user`, in a user namespace, where the kernel lets everybody have one.
+    """
+    if way == "user":
+        user, group = os.geteuid(), os.getegid()
+        linux.unshare(linux.CLONE_NEWUSER, "user namespaces")
+        proc = os.open("/proc", os.O_PATH)
+        _map_users(proc, user, group)
+        os.close(proc)
+    linux.unshare(linux.CLONE_NEWPID, "process namespaces")
+
+
+def become_init(way: str, program: Program, host: Host, streams: Streams) -> None:
+    """Build the jail, start the program in it, wait, and write how it ended to the status stream. Never returns.
+
+    When this process ends, the kernel kills whatever still lives in the namespace.
+    """
+    os.setsid()
+    linux.unshare(
+        linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
+        "mount, network, IPC, host name and control group namespaces",
+    )
+    proc = os.open("/proc", os.O_PATH)
+    _build(program, host)
+    linux.pivot_into(_ROOT)
+    linux.make_read_only("/", devices=True, recursive=False)
+    socket.sethostname("sandbox")
+    stdin = os.open("/dev/stdin", os.O_RDONLY)
+    os.chdir(_HOME)
+    _become_nobody(way, proc)
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
+    reset_signals()  # process 1 is immune to signals from within, unless it handles them
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(streams.status, 0)
+    if poll.poll(0):
+        os._exit(1)  # the supervisor was gone before it could take this process along
+    child = os.fork()
+    if child == 0:
+        _start(program, host, stdin, streams)
+    close_all_but(streams.status)
+    ended, status, usage = os.wait4(-1, 0)
+    while ended != child:  # an orphan's end
+        ended, status, usage = os.wait4(-1, 0)
+    report = {"status": status, "cpu": usage.ru_utime + usage.ru_stime}
+    os.write(streams.status, json.dumps(report).encode())
+    os._exit(0)
+
+
+def _start(program: Program, host: Host, stdin: int, streams: Streams) -> None:
+    try:
+        os.setsid()
+        os.umask(0o022)
+        connect(stdin, streams)
+        write_files(program)
+        limit(program, processes=program.processes + 1)  # the kernel counts process 1 too
+        seccomp.install(namespaces=True)
+        execute(host, environment(host, _HOME, _TEMPORARY, _PACKAGES))
+    except BaseException as error:
+        os.write(streams.status, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+    finally:
+        os._exit(127)
+
+
+def _build(program: Program, host: Host) -> None:
+    """Put the new file system together at `_ROOT`."""
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    size = _ROOT_BYTES + len(program.stdin)
+    linux.mount("tmpfs", _ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={size},mode=755")
+    for path in host.readable:
+        if os.path.islink(path):  # /lib -> usr/lib
+            os.makedirs(os.path.dirname(_ROOT + path), exist_ok=True)
+            os.symlink(os.readlink(path), _ROOT + path)
+        else:
+            _show(path, path)
+    for path in host.packages.values():
+        _show(path, f"{_PACKAGES}/{os.path.basename(path)}")
+    for device in _DEVICES:
+        _show(f"/dev/{device}", f"/dev/{device}", devices=True)
+    os.makedirs(_ROOT + _SCRATCH)
+    options = f"size={program.disk},nr_inodes={program.files_at_most + 8},mode=755"
+    linux.mount("tmpfs", _ROOT + _SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, options)
+    for folder in (_HOME, _TEMPORARY, _SHARED):
+        os.mkdir(_ROOT + folder, 0o700)
+        os.chown(_ROOT + folder, NOBODY, NOBODY)
+    os.symlink(_TEMPORARY, f"{_ROOT}/tmp")
+    os.symlink(_SHARED, f"{_ROOT}/dev/shm")
+    with open(f"{_ROOT}/dev/stdin", "wb") as file:
+        file.write(program.stdin)
+
+
+def _show(source: str, target: str, *, devices: bool = False) -> None:
+    """Make a file or folder of this machine visible in the new root, read-only."""
+    place = _ROOT + target
+    if os.path.isdir(source):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "xb"):
+            pass
+    linux.mount(source, place, None, linux.MS_BIND | linux.MS_REC)
+    linux.make_read_only(place, devices=devices)
+
+
+def _become_nobody(way: str, proc: int) -> None:
+    """Enter a user namespace of the program's own, whose only user is nobody, without rights over anything here.
+
+    The kernel counts its processes apart from those of all others, so that a limit on them is the program's own.
+    """
+    if way == "root":
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else the files below would still be root's
+    linux.unshare(linux.CLONE_NEWUSER, "a second user namespace")
+    _map_users(proc, NOBODY, NOBODY)
+    os.close(proc)
+
+
+def _map_users(proc: int, user: int, group: int) -> None:
+    """Call this user and group nobody in the namespace just made. `proc` is an open `/proc`."""
+    texts = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
+    for name, text in texts.items():
+        file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(file, text.encode())
+        os.close(file)

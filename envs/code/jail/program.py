@@ -1,0 +1,116 @@
+"""What is run: a program with its limits, and the last steps before a process becomes it."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NOBODY = 65534
+_SOURCE = "main.py"
+_STACK_BYTES = 64 * 2**20
+_C_LIBRARYS_SIGNALS = (32, 33)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What programs need of this machine: the interpreter, folders to read, and packages by import name."""
+
+    python: str
+    readable: tuple[str, ...]
+    packages: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program, the files it starts with, and its limits: seconds, bytes and counts."""
+
+    source: bytes
+    stdin: bytes
+    files: Mapping[str, bytes]
+    cpu: float
+    wall: float
+    memory: int
+    output: int
+    disk: int
+    files_at_most: int
+    open_files: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """File descriptors: the program's output, and where its keepers say what became of it (it cannot)."""
+
+    stdout: int
+    stderr: int
+    status: int
+
+
+def environment(host: Host, home: str, temporary: str, packages: str) -> dict[str, str]:
+    """All the variables a program gets. A fixed hash seed: an answer must not pass today and fail tomorrow."""
+    variables = {
+        "HOME": home, "TMPDIR": temporary, "PATH": os.path.dirname(host.python), "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    }  # fmt: skip
+    return {**variables, "PYTHONPATH": packages} if host.packages else variables
+
+
+def write_files(program: Program) -> None:
+    """Into the current folder."""
+    for name, content in {_SOURCE: program.source, **program.files}.items():
+        folder = os.path.dirname(name)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+
+
+def limit(program: Program, *, processes: int | None = None) -> None:
+    """Set the limits that the kernel holds each process to, and one on the processes of this user (None: no limit)."""
+    cpu = math.ceil(program.cpu)
+    limits = {
+        resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU, then SIGKILL for those who ignore it
+        resource.RLIMIT_AS: (program.memory, program.memory),
+        resource.RLIMIT_FSIZE: (program.disk, program.disk),
+        resource.RLIMIT_NOFILE: (program.open_files, program.open_files),
+        resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_RTPRIO: (0, 0),
+    }
+    if processes is not None:
+        limits[resource.RLIMIT_NPROC] = (processes, processes)
+    for kind, (soft, hard) in limits.items():
+        _, most = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:  # ours may be lower already
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def connect(stdin: int, streams: Streams) -> None:
+    """Make the standard streams, and close everything else but `status`, which closes as the program starts."""
+    for source, target in ((stdin, 0), (streams.stdout, 1), (streams.stderr, 2)):
+        os.dup2(source, target)
+    close_all_but(streams.status, first=3)
+
+
+def close_all_but(kept: int, *, first: int = 0) -> None:
+    os.closerange(first, kept)
+    os.closerange(kept + 1, 2**16)
+
+
+def reset_signals() -> None:
+    for number in set(range(1, signal.NSIG)) - {signal.SIGKILL, signal.SIGSTOP, *_C_LIBRARYS_SIGNALS}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def execute(host: Host, variables: Mapping[str, str]) -> None:
+    """Become the program; returns only by an `OSError`."""
+    os.execve(host.python, [host.python, "-s", "-S", _SOURCE], variables)

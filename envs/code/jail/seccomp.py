@@ -1,0 +1,120 @@
+"""A filter of system calls (seccomp): no sockets, no tracing, no namespaces, nothing that only a system's owner needs.
+
+It is the second wall behind the namespaces (sockets of kinds that they do not contain, memory that belongs to no
+process, rarely used parts of the kernel), and where there are none, half of the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+from . import linux
+
+_X86, _ARM = "x86_64", "aarch64"
+_AUDIT_ARCH = {_X86: 0xC000003E, _ARM: 0xC00000B7}
+_NEWER = 463
+"""System calls from this number on are younger than the list below; programs are told that there are none."""
+
+# number on x86_64, number on aarch64 (None: does not exist there); <asm/unistd_64.h>, <asm-generic/unistd.h>
+_Calls = dict[str, tuple[int | None, int | None]]
+_DENIED: _Calls = {
+    "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280), "chroot": (161, 51),
+    "clock_adjtime": (305, 266), "clock_settime": (227, 112), "delete_module": (176, 106),
+    "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "ioperm": (173, None), "iopl": (172, None),
+    "ioprio_set": (251, 30), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
+    "keyctl": (250, 219), "lookup_dcookie": (212, 18), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40), "mount_setattr": (442, 442),
+    "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
+    "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
+    "process_madvise": (440, 440), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142),
+    "request_key": (249, 218), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "setns": (308, 268), "setpriority": (141, 140), "settimeofday": (164, 170),
+    "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
+    "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
+}  # fmt: skip
+_DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not control, and processes that could not be found again
+    "chmod": (90, None), "chown": (92, None), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchownat": (260, 54),
+    "fork": (57, None), "futimesat": (261, None), "lchown": (94, None), "lremovexattr": (198, 15),
+    "lsetxattr": (189, 6), "pidfd_send_signal": (424, 424), "removexattr": (197, 14), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "utime": (132, None),
+    "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
+}  # fmt: skip
+_CLONE, _CLONE3, _PRLIMIT = (56, 220), (435, 435), (302, 261)
+_KILL, _TGKILL = (62, 129), (234, 131)
+_CLONE_THREAD = 0x00010000
+_NAMESPACES = 0x7E020080  # every CLONE_NEW… flag, time namespaces included
+
+_LOAD, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data, <linux/seccomp.h>
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_MODE_FILTER = 2
+
+
+def install(*, namespaces: bool) -> None:
+    """Filter this process and all it starts, from now on. Needs the no-new-privileges flag.
+
+    Without `namespaces` it may also start no process, signal none but itself, and change no file's owner or mode.
+    Raises `OSError` where the kernel has no filters, or this machine's architecture is not known here.
+    """
+    machine = platform.machine()
+    if machine not in _AUDIT_ARCH:
+        raise OSError(errno.ENOSYS, f"seccomp: no list of system calls for {machine}")
+    code = b"".join(_program(0 if machine == _X86 else 1, _AUDIT_ARCH[machine], namespaces))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    header = ctypes.create_string_buffer(program, len(program))
+    linux.prctl(linux.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(header), what="seccomp")
+
+
+def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
+    """Instructions of a classic BPF program; each test jumps over what follows it where it does not hold."""
+    program = [
+        _instruction(_LOAD, _ARCH_AT),
+        _instruction(_EQUAL, arch, 1, 0),
+        _instruction(_RETURN, _KILL_PROCESS),
+        _instruction(_LOAD, _NUMBER_AT),
+        _instruction(_GREATER_OR_EQUAL, _NEWER, 0, 1),  # x32's calls on x86_64 as well
+        _refuse(errno.ENOSYS),
+        *_when(_CLONE3[column], [_refuse(errno.ENOSYS)]),  # its flags cannot be read here; C libraries fall back
+        *_when(_PRLIMIT[column], _only_if_argument_is(0)),  # its own limits, nobody else's
+    ]
+    denied = dict(_DENIED)
+    clone = [_instruction(_LOAD, _ARGUMENTS_AT), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _refuse(errno.EPERM)]
+    if not namespaces:
+        denied |= _DENIED_WITHOUT_NAMESPACES
+        clone += [_instruction(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
+        process = linux.LIBC.getpid()
+        for call in (_KILL, _TGKILL):
+            program += _when(call[column], _only_if_argument_is(process))
+    program += _when(_CLONE[column], [*clone, _instruction(_RETURN, _ALLOW)])
+    for numbers in denied.values():
+        number = numbers[column]
+        if number is not None:
+            program += _when(number, [_refuse(errno.EPERM)])
+    return [*program, _instruction(_RETURN, _ALLOW)]
+
+
+def _when(number: int, then: list[bytes]) -> list[bytes]:
+    return [_instruction(_EQUAL, number, 0, len(then)), *then]
+
+
+def _only_if_argument_is(value: int) -> list[bytes]:
+    """The low half of the first argument: process ids have no high one."""
+    test = _instruction(_EQUAL, value, 1, 0)
+    return [_instruction(_LOAD, _ARGUMENTS_AT), test, _refuse(errno.EPERM), _instruction(_RETURN, _ALLOW)]
+
+
+def _refuse(error: int) -> bytes:
+    return _instruction(_RETURN, _ERRNO | error)
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)

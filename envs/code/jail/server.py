@@ -1,0 +1,110 @@
+"""The jail's server: finds out what this machine allows, then forks a supervisor for every program.
+
+It is handed connections over the socket that is its standard input, and ends when that closes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import supervisor, wire
+from .program import Host, Program
+
+_MSG_CMSG_CLOEXEC = 0x40000000  # <linux/socket.h>
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
+_DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+
+def main() -> None:
+    control = socket.socket(fileno=0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by themselves
+    settings, _ = wire.receive(control)
+    host = Host(os.path.realpath(sys.executable), _readable(), settings["packages"])
+    way, errors = _choose(host, settings["ways"])
+    control.sendall(wire.pack({"way": way, "errors": errors}))
+    while way:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1, _MSG_CMSG_CLOEXEC)
+        if not message:
+            break
+        connection = socket.socket(fileno=descriptors[0])
+        try:
+            _fork(way, host, connection, control)
+        except OSError as error:
+            connection.sendall(wire.pack({"failed": f"fork: {error}"}, (b"", b"")))
+        connection.close()
+
+
+def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
+    """The first way in which a program runs here, and why those before it do not."""
+    errors: dict[str, str] = {}
+    probe = Program(b"", b"", {}, 10.0, 30.0, 2**29, 2**16, 2**20, 16, 16, 4)
+    for way in ways:
+        # No limit on processes holds the system's root, whatever it is called in a user namespace.
+        if way == ("user" if os.geteuid() == 0 else "root"):
+            continue
+        ours, theirs = socket.socketpair()
+        _fork(way, host, theirs, ours)
+        theirs.close()
+        ours.sendall(_request(probe))
+        try:
+            report, (_, stderr) = wire.receive(ours)
+        except EOFError:
+            report, stderr = {"failed": "the supervisor died"}, b""
+        finally:
+            ours.close()
+        if report.get("reason") == "ok":
+            return way, errors
+        said = stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        errors[way] = report.get("failed") or said or f"exit status {report['exit']}"
+    return "", errors
+
+
+def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket) -> None:
+    """Fork a supervisor that answers one request; it does not keep `other`."""
+    if os.fork() != 0:
+        return
+    try:
+        other.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        answer: tuple[dict[str, Any], bytes, bytes]
+        try:
+            header, (source, stdin, *contents) = wire.receive(connection)
+            files = dict(zip(header.pop("names"), contents, strict=True))
+            answer = supervisor.play(way, Program(source, stdin, files, **header), host, connection)
+        except (supervisor.Abandoned, EOFError):
+            return
+        except Exception as error:
+            answer = {"failed": f"{type(error).__name__}: {error}"}, b"", b""
+        report, *output = answer
+        connection.sendall(wire.pack(report, output))
+    finally:
+        os._exit(0)
+
+
+def _request(program: Program) -> bytes:
+    limits = ("cpu", "wall", "memory", "output", "disk", "files_at_most", "open_files", "processes")
+    header = {name: getattr(program, name) for name in limits}
+    return wire.pack({"names": [], **header}, (program.source, program.stdin))
+
+
+def _readable() -> tuple[str, ...]:
+    """What Python needs to run: its own folder of libraries, the system's, and those it has in memory."""
+    standard = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
+    loaded = set()
+    with open("/proc/self/maps") as file:
+        for line in file:
+            path = line.split(maxsplit=5)[5].rstrip("\n") if line.count("/") else ""
+            if path.startswith("/") and ".so" in os.path.basename(path):
+                loaded.add(os.path.dirname(path))
+    paths = {*_LIBRARIES, *_DATA, standard, os.path.realpath(sys.executable), *loaded}
+    kept: list[str] = []
+    for path in sorted(filter(os.path.exists, paths), key=len):
+        parents = (folder for folder in kept if not os.path.islink(folder))
+        if not any(path.startswith(f"{folder}/") for folder in parents):
+            kept.append(path)
+    return tuple(kept)

@@ -1,0 +1,198 @@
+"""One program from start to end: its limits are enforced, its output collected, its end reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import confined, namespaces
+from .processes import usage
+from .program import Host, Program, Streams
+
+CHECK_SECONDS = 0.2
+"""How often the memory and the CPU time of all the program's processes together are looked at."""
+END_SECONDS = 10.0
+"""How long the kernel may take to end killed processes."""
+_CHUNK = 2**16
+
+
+class Abandoned(Exception):
+    """The one who wanted the program run has hung up."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A program under way. `reason` says which limit ended it."""
+
+    program: Program
+    caller: socket.socket
+    process: int
+    started: float
+    output: dict[int, bytearray]
+    status: int
+    said: bytearray = field(default_factory=bytearray)
+    reason: str = ""
+
+
+def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple[dict[str, Any], bytes, bytes]:
+    """Run a program to its end: what to report, its output and its errors.
+
+    The report says `failed` where the trouble is the sandbox's and nothing can be said about the program. Raises
+    `Abandoned` once `caller` hangs up; nothing of the program is left then either.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(confined.folder(host)) if way == "confined" else ""
+        kills = _out_of_memory_kills()
+        pipes = [os.pipe() for _ in range(3)]
+        started = time.monotonic()
+        if way != "confined":
+            namespaces.prepare(way)
+        process = os.fork()
+        if process == 0:
+            _enter(way, folder, program, host, pipes)
+        for _, writer in pipes:
+            os.close(writer)
+        stdout, stderr, status = (reader for reader, _ in pipes)
+        run = Run(program, caller, process, started, {stdout: bytearray(), stderr: bytearray()}, status)
+        try:
+            _watch(run)
+        finally:
+            _, wait_status, used = _end(process)
+        seconds = time.monotonic() - started
+        for stream in (stdout, stderr, status):
+            while _read(run, stream):
+                pass
+        said = json.loads(run.said) if run.said else {}
+        if way == "confined":
+            said = {"status": wait_status, "cpu": used.ru_utime + used.ru_stime, **said}
+        report = {"seconds": seconds, **_verdict(run, said, _out_of_memory_kills() - kills)}
+        return report, bytes(run.output[stdout]), bytes(run.output[stderr])
+
+
+def _enter(way: str, folder: str, program: Program, host: Host, pipes: list[tuple[int, int]]) -> None:
+    """In the child: whatever goes wrong until the program runs is reported. Never returns."""
+    streams = Streams(*(writer for _, writer in pipes))
+    try:
+        for reader, _ in pipes:
+            os.close(reader)
+        _offer_to_the_out_of_memory_killer()
+        if way == "confined":
+            confined.become_program(folder, program, host, streams)
+        namespaces.become_init(way, program, host, streams)
+    except BaseException as error:
+        os.write(streams.status, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+    finally:
+        os._exit(127)
+
+
+def _watch(run: Run) -> None:
+    """Return when the program has ended, or has passed a limit."""
+    ended = os.pidfd_open(run.process)
+    poll = select.poll()
+    for descriptor in (ended, run.caller.fileno(), run.status, *run.output):
+        poll.register(descriptor, select.POLLIN)
+    deadline = run.started + run.program.wall
+    next_check = run.started + CHECK_SECONDS
+    while not run.reason:
+        ready = {
+            descriptor for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline, next_check) - time.monotonic()))
+        }
+        for stream in ready & {run.status, *run.output}:
+            if not _read(run, stream):
+                poll.unregister(stream)
+        if run.caller.fileno() in ready:
+            raise Abandoned
+        if ended in ready:
+            break
+        now = time.monotonic()
+        if now >= deadline:
+            run.reason = "timeout"
+        elif now >= next_check:
+            next_check = now + CHECK_SECONDS
+            n, memory, cpu = usage(run.process, run.program.processes + 1, run.program.memory)
+            if n > run.program.processes + 1:  # with process 1; older kernels do not hold programs to this limit
+                run.reason = "processes"
+            elif memory > run.program.memory:
+                run.reason = "memory"
+            elif cpu > run.program.cpu:
+                run.reason = "timeout"
+    os.close(ended)
+
+
+def _read(run: Run, stream: int) -> bool:
+    """Take what there is to read; False at the end of the stream. What is over the limit is dropped."""
+    chunk = os.read(stream, _CHUNK)
+    if stream == run.status:
+        run.said += chunk
+        return bool(chunk)
+    room = run.program.output - sum(map(len, run.output.values()))
+    run.output[stream] += chunk[:room]
+    if len(chunk) > room:
+        run.reason = run.reason or "output"
+    return bool(chunk)
+
+
+def _end(process: int) -> tuple[int, int, Any]:
+    """Kill what still runs, and wait until all of it has ended: process 1 ends last."""
+    os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + END_SECONDS
+    while True:
+        ended = os.wait4(process, os.WNOHANG)
+        if ended[0]:
+            return ended
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the kernel did not end a killed program within {END_SECONDS:.0f} s")
+        time.sleep(0.001)
+
+
+def _verdict(run: Run, said: dict[str, Any], kills: int) -> dict[str, Any]:
+    """`reason`, `exit` and `cpu` of a program that ended, or what `failed`."""
+    if "failed" in said:
+        return {"failed": said["failed"]}
+    if "status" not in said and not run.reason:
+        return {"failed": "the program's keeper was killed from outside"}
+    code = os.waitstatus_to_exitcode(said["status"]) if "status" in said else -signal.SIGKILL
+    cpu = said.get("cpu", 0.0)
+    if run.reason:
+        reason = run.reason
+    elif code == 0:
+        reason = "ok"
+    elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= run.program.cpu):
+        reason = "timeout"
+    elif code == -signal.SIGKILL and kills:
+        return {"failed": "the machine ran out of memory and the kernel killed programs"}
+    elif _last_line(run).startswith(b"MemoryError"):
+        reason = "memory"
+    else:
+        reason = "error"
+    return {"reason": reason, "exit": code, "cpu": cpu}
+
+
+def _last_line(run: Run) -> bytes:
+    _, errors = run.output.values()
+    return errors.rstrip().rpartition(b"\n")[2]
+
+
+def _offer_to_the_out_of_memory_killer() -> None:
+    """If the machine runs out of memory after all, this program is to go, not the training."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # a read-only /proc
+
+
+def _out_of_memory_kills() -> int:
+    """Processes that the kernel has killed for memory since this machine started."""
+    with open("/proc/vmstat", "rb") as file:
+        for line in file:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return 0

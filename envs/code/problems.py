@@ -1,0 +1,194 @@
+"""Problems made up from the families: a train task for every index, and held-out tasks that share none with them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from string import Template
+from typing import Any
+
+from envgym.env import TaskSet
+from envgym.types import Task
+
+from .families import FAMILIES, Family
+
+TEST_TASKS = 256
+TEST_SHARE = 1 / 8
+SHOWN_TESTS = 2
+MOST_ALIKE = 0.6
+"""Share of a task's tests that may have the same result: a function that always returns that one must not pass many."""
+_TRIES = 20
+_WORDS = [
+    "apple",
+    "bread",
+    "cat",
+    "door",
+    "egg",
+    "elephant",
+    "flower",
+    "garden",
+    "house",
+    "island",
+    "juice",
+    "kettle",
+    "lamp",
+    "moon",
+    "mountain",
+    "nest",
+    "notebook",
+    "orange",
+    "pear",
+    "queen",
+    "river",
+    "stone",
+    "sun",
+    "salt",
+    "tea",
+    "tree",
+    "umbrella",
+    "under",
+    "violet",
+    "water",
+    "yellow",
+    "zebra",
+    "ink",
+    "oak",
+    "blanket",
+    "doorbell",
+]
+
+
+class MadeUpTasks(TaskSet):
+    """Train tasks: task `index` is a function of `index` alone."""
+
+    def __init__(self, n_tests: int) -> None:
+        self._n_tests = n_tests
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+    async def get(self, index: int) -> Task:
+        rng = random.Random(f"train {index}")
+        while True:
+            family = rng.choice(FAMILIES)
+            parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
+            if not is_held_out(family, parameters):
+                task = make_task(f"train-{index}", family, parameters, self._n_tests, rng)
+                if task is not None:
+                    return task
+
+
+def held_out_tasks(n_tests: int) -> list[Task]:
+    """The 256 test tasks, all different, from all families by turns."""
+    rng = random.Random("test")
+    found: set[tuple[str, str]] = set()
+    tasks: list[Task] = []
+    while len(tasks) < TEST_TASKS:
+        for family in FAMILIES:
+            parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
+            key = (family.name, repr(parameters))
+            if is_held_out(family, parameters) and key not in found:
+                found.add(key)
+                task = make_task(f"test-{len(tasks)}", family, parameters, n_tests, rng)
+                if task is not None:
+                    tasks.append(task)
+    return tasks[:TEST_TASKS]
+
+
+def is_held_out(family: Family, parameters: Mapping[str, Any]) -> bool:
+    """Whether a problem belongs to the test tasks, by a hash that is the same everywhere."""
+    digest = hashlib.sha256(f"{family.name} {sorted(parameters.items())}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
+
+
+def make_task(id: str, family: Family, parameters: Mapping[str, Any], n_tests: int, rng: random.Random) -> Task | None:
+    """A task with its solution as the answer, and `tests` and `entry_point` as fields.
+
+    None where the results are too much alike, whichever arguments are tried.
+    """
+    filled = {name: str(value) for name, value in parameters.items()}
+    filled |= {f"{name}th": _ordinal(value) for name, value in parameters.items() if isinstance(value, int)}
+    if "order" in filled:
+        filled["sign"] = "1" if filled["order"] == "small to large" else "-1"
+    signature = f"{family.name}({', '.join(family.inputs)})"
+    body = Template(family.body).substitute(filled).replace("\n", "\n    ")
+    code = f"def {signature}:\n    {body}"
+    tests = _tests(family, _compiled(code), n_tests, rng)
+    if tests is None:
+        return None
+    # The first cases are the edges (nothing, one of something); what is shown is not.
+    calls = ((", ".join(map(repr, test["args"])), test["expected"]) for test in tests[-SHOWN_TESTS:])
+    examples = "\n".join(f"{family.name}({arguments}) == {expected!r}" for arguments, expected in calls)
+    text = Template(family.text).substitute(filled)
+    prompt = f"Write a Python function `{signature}` that {text}\n\nFor example:\n{examples}"
+    fields = {"tests": tests, "entry_point": family.name, "family": family.name}
+    return Task(id=id, prompt=prompt, answer=code, fields=fields)
+
+
+def _tests(
+    family: Family, function: Callable[..., Any], n_tests: int, rng: random.Random
+) -> list[dict[str, Any]] | None:
+    for _ in range(_TRIES):
+        arguments = [[make(kind, case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
+        tests = [{"call": family.name, "args": args, "expected": function(*_copy(args))} for args in arguments]
+        [(_, alike)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
+        if alike <= MOST_ALIKE * n_tests:
+            return tests
+    return None
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number, 'th')}"
+
+
+def make(kind: str, case: int, rng: random.Random) -> Any:
+    """An argument of a kind; cases 0 and 1 are the edges of what there is."""
+    return _KINDS[kind](case, rng)
+
+
+def _integers(low: int, high: int) -> Callable[[int, random.Random], list[int]]:
+    def make_list(case: int, rng: random.Random) -> list[int]:
+        length = case if case < 2 else rng.randrange(3, 12)
+        return [rng.randint(low, high) for _ in range(length)]
+
+    return make_list
+
+
+def _text(case: int, rng: random.Random) -> str:
+    return " ".join(rng.choices(_WORDS, k=case if case < 2 else rng.randrange(2, 7)))
+
+
+def _prices(case: int, rng: random.Random) -> dict[str, int]:
+    names = rng.sample(_WORDS, case if case < 2 else rng.randrange(2, 7))
+    return {name: rng.randint(1, 30) for name in names}
+
+
+_KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
+    "natural": lambda case, rng: case if case < 2 else rng.randrange(2, 150),
+    "positive": lambda case, rng: 1 + case if case < 2 else rng.randrange(3, 100),
+    "integer": lambda case, rng: -case if case < 2 else rng.randrange(-100, 100),
+    "integers": _integers(-30, 50),
+    "few_integers": _integers(-5, 9),
+    "text": _text,
+    "word": lambda case, rng: "" if case == 0 else rng.choice(_WORDS),
+    "words": lambda case, rng: rng.choices(_WORDS, k=case if case < 2 else rng.randrange(2, 7)),
+    "few_letters": lambda case, rng: "".join(rng.choices("abcd", k=case if case < 2 else rng.randrange(3, 14))),
+    "prices": _prices,
+}
+
+
+@lru_cache(maxsize=1024)
+def _compiled(code: str) -> Callable[..., Any]:
+    """One of our own solutions, as a function."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    function: Callable[..., Any] = names[code.removeprefix("def ").partition("(")[0]]
+    return function
+
+
+def _copy(args: Sequence[Any]) -> list[Any]:
+    return [value.copy() if isinstance(value, list | dict) else value for value in args]

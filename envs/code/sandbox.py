@@ -1,0 +1,308 @@
+"""Runs untrusted Python programs: a process each, with limits, apart from this machine's files, users and network.
+
+    async with Sandbox(Limits(cpu_seconds=2)) as sandbox:
+        done = await sandbox.run("print(input()[::-1])", stdin="hello")
+        done.stdout, done.reason         # 'olleh\n', 'ok'
+
+A small server process, which knows nothing of the one that trains, forks for every program (see `jail`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from envgym.errors import ConfigError, InvalidOutcome
+
+from .jail import wire
+
+START_SECONDS = 60.0
+GRACE_SECONDS = 30.0
+"""How long a program's report may be late: its supervisor ends it at the limit."""
+KIND = "sandbox"
+"""The kind of the outcome where the sandbox itself is in trouble."""
+
+Reason = Literal["ok", "error", "timeout", "memory", "output", "processes"]
+
+_SERVER = "import sys; sys.path.append(sys.argv[1]); from jail.server import main; main()"
+_WAYS = ("root", "user", "confined")
+_SHARED = "programs share this machine's kernel, its clock and its CPUs"
+_ALSO_SHARED = "see which files exist, share the disk with everybody, and can start no process of their own"
+
+
+class Limits(BaseModel):
+    """What one program may use. A program that passes a limit is ended, or refused what it asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpu_seconds: float = Field(5.0, gt=0)
+    """CPU time, of all its threads and processes together."""
+    wall_seconds: float = Field(15.0, gt=0)
+    """Time from start to end. Leave room: a busy machine gives a program less than a CPU."""
+    memory_mb: int = Field(512, ge=64)
+    """Address space of each process, and memory of all of them together (looked at every 0.2 s)."""
+    output_kb: int = Field(1024, ge=1)
+    """What it may print, errors included."""
+    disk_mb: int = Field(64, ge=1)
+    """What its files may hold, all together. They lie in memory."""
+    files: int = Field(1000, ge=10)
+    """Files and folders it may make."""
+    open_files: int = Field(64, ge=16)
+    """Files each process may have open."""
+    processes: int = Field(16, ge=1)
+    """Threads and processes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a program ended.
+
+    `reason`: `ok` (exit status 0), `error` (any other, or a signal), or the limit it passed. `exit` is the status,
+    negative for a signal. `seconds` of wall time, `cpu` seconds (0 where its limit ended it). Output that is not UTF-8
+    has replacement characters.
+    """
+
+    stdout: str
+    stderr: str
+    exit: int
+    reason: Reason
+    seconds: float
+    cpu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What keeps programs apart from this machine: `namespaces`, or `landlock` where there are none; why, and what
+    is shared all the same."""
+
+    by: Literal["namespaces", "landlock"]
+    not_isolated: tuple[str, ...]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"sandbox ({self.by}): {', '.join(self.not_isolated)}{self.why and f' ({self.why})'}"
+
+
+class Sandbox:
+    """Runs programs, at most `concurrency` at a time (default: two for each CPU); others wait their turn.
+
+    `packages` are import names that programs may use besides the standard library; what those import must be named
+    as well. It starts with the first program, or by `start`; it belongs to no event loop. Trouble of the sandbox
+    itself raises `InvalidOutcome`, never looks like a program's failure.
+    """
+
+    def __init__(
+        self, limits: Limits | None = None, *, concurrency: int | None = None, packages: Sequence[str] = ()
+    ) -> None:
+        self.limits = limits or Limits()
+        self.isolation: Isolation | None = None
+        self._concurrency = concurrency or 2 * len(os.sched_getaffinity(0))
+        self._packages = {name: path for package in packages for name, path in _locate(package).items()}
+        self._ways = _WAYS
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def start(self) -> Isolation:
+        """Start, if that has not happened; log what is not isolated on this machine in one line, and return it.
+
+        Raises `ConfigError` where programs cannot be isolated here.
+        """
+        await self._running()
+        assert self.isolation is not None
+        return self.isolation
+
+    async def run(self, source: str, stdin: str = "", files: Mapping[str, str | bytes] | None = None) -> Execution:
+        """Run a program to its end, in an empty folder but for itself (`main.py`) and `files` (relative names).
+
+        Raises `InvalidOutcome` where the sandbox is in trouble. Who stops waiting ends the program.
+        """
+        given = {_checked(name): _encoded(content) for name, content in (files or {}).items()}
+        request = wire.pack(self._request(list(given)), (_encoded(source), _encoded(stdin), *given.values()))
+        async with self._slot():
+            try:
+                report, output = await self._ask(request)
+            except _Died:  # somebody killed it, or its server; once, that is made good
+                try:
+                    report, output = await self._ask(request)
+                except _Died:
+                    raise InvalidOutcome(KIND, "the supervisor of a program died twice", retryable=True) from None
+        if "failed" in report:
+            raise InvalidOutcome(KIND, f"a program could not be run: {report['failed']}", retryable=True)
+        stdout, stderr = (piece.decode(errors="replace") for piece in output)
+        return Execution(stdout, stderr, report["exit"], report["reason"], report["seconds"], report["cpu"])
+
+    async def close(self) -> None:
+        """End the server. Programs under way run to their end."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            await asyncio.to_thread(server.close)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _request(self, names: list[str]) -> dict[str, Any]:
+        limits = self.limits
+        return {
+            "names": names, "cpu": limits.cpu_seconds, "wall": limits.wall_seconds, "memory": limits.memory_mb * 2**20,
+            "output": limits.output_kb * 2**10, "disk": limits.disk_mb * 2**20, "files_at_most": limits.files,
+            "open_files": limits.open_files, "processes": limits.processes,
+        }  # fmt: skip
+
+    def _slot(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self._concurrency))
+        return self._slots[1]
+
+    async def _ask(self, request: bytes) -> tuple[dict[str, Any], list[bytes]]:
+        """Have a new supervisor run a program. Raises `_Died` where that one died before its report."""
+        server = await self._running()
+        try:
+            connection = server.connect()
+        except OSError:
+            raise _Died from None
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            async with asyncio.timeout(self.limits.wall_seconds + GRACE_SECONDS):
+                writer.write(request)
+                await writer.drain()
+                return await _answer(reader)
+        except TimeoutError:
+            raise InvalidOutcome(KIND, "the supervisor of a program does not answer", retryable=True) from None
+        except (asyncio.IncompleteReadError, OSError):
+            raise _Died from None
+        finally:
+            writer.close()  # a program that still runs is ended
+
+    async def _running(self) -> _Server:
+        server = self._server
+        return server if server is not None and server.alive() else await asyncio.to_thread(self._start)
+
+    def _start(self) -> _Server:
+        with self._lock:
+            if self._server is None or not self._server.alive():
+                self._server = _Server(self._packages, self._ways)
+                if self.isolation is None:
+                    self.isolation = self._server.isolation
+                    level = logging.INFO if self.isolation.by == "namespaces" else logging.WARNING
+                    logging.getLogger(__name__).log(level, "%s", self.isolation)
+            return self._server
+
+
+class _Died(Exception):
+    """A supervisor, or the server that was to fork it."""
+
+
+class _Server:
+    """The server process and the socket over which it is handed connections."""
+
+    def __init__(self, packages: Mapping[str, str], ways: Sequence[str]) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}: run in a container or on a server")
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-s", "-S", "-P", "-c", _SERVER, str(Path(__file__).parent)]
+        with theirs, tempfile.TemporaryFile() as errors:
+            # No variables, no open files, no terminal, no signals of ours.
+            self._process = subprocess.Popen(
+                command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=errors, env={}, start_new_session=True
+            )
+            theirs.close()
+            try:
+                self.isolation = self._greet(packages, ways)
+            except (EOFError, OSError) as error:
+                self.close()
+                said = _last_line(errors) or f"{type(error).__name__} {error}".strip()
+                raise InvalidOutcome(KIND, f"the sandbox's server does not start: {said}", retryable=True) from None
+            except BaseException:
+                self.close()
+                raise
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def connect(self) -> socket.socket:
+        """Raises `OSError` where the server has died."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _greet(self, packages: Mapping[str, str], ways: Sequence[str]) -> Isolation:
+        self._control.settimeout(START_SECONDS)
+        self._control.sendall(wire.pack({"packages": packages, "ways": ways}))
+        found, _ = wire.receive(self._control)
+        why = "; ".join(found["errors"].values())
+        if not found["way"]:
+            needs = "Linux 5.14 with user namespaces, or with Landlock"
+            raise ConfigError(f"the sandbox cannot isolate programs here ({why}): it needs {needs}")
+        if found["way"] == "confined":
+            return Isolation("landlock", (_SHARED, _ALSO_SHARED), f"no namespaces: {why}")
+        return Isolation("namespaces", (_SHARED,))
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[bytes]]:
+    length, count = wire.LENGTHS.unpack(await reader.readexactly(wire.LENGTHS.size))
+    report = wire.header(await reader.readexactly(length))
+    pieces = []
+    for _ in range(count):
+        [size] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+        pieces.append(await reader.readexactly(size))
+    return report, pieces
+
+
+def _locate(package: str) -> dict[str, str]:
+    """Where a package's files lie, and those of the libraries that wheels put beside it."""
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or [spec.origin]) if spec else []
+    if not places or places[0] is None or not os.path.exists(places[0]):
+        raise ConfigError(f"the sandbox was to offer the package {package!r}, which is not installed")
+    place = os.path.realpath(places[0])
+    libraries = f"{place}.libs"
+    return {package: place} | ({f"{package}.libs": libraries} if os.path.isdir(libraries) else {})
+
+
+def _checked(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"a file of a program has a relative name without '..', not {name!r}")
+    return name
+
+
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode(errors="replace")
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().rpartition("\n")[2]
