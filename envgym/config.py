@@ -223,18 +223,22 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` laid on `base`, key by key; a component given by another name drops the settings of the old one."""
-    result = dict(base)
-    for key, value in over.items():
-        if key in ("env", "agent", "learner"):
-            value, old = _name_alone(value), _name_alone(result.get(key) or {})
+    components = {}
+    for key in ("env", "agent", "learner"):
+        if key in over:
+            value, old = _name_alone(over[key]), _name_alone(base.get(key) or {})
             if not isinstance(value, Mapping):
                 raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
             changes_name = "name" in value and "name" in old and value["name"] != old["name"]
-            result[key] = value if changes_name else {**old, **value}
-        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merge(result[key], value)
-        else:
-            result[key] = value
+            components[key] = value if changes_name else _lay(old, value)
+    return {**_lay(base, over), **components}
+
+
+def _lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _lay(result[key], value) if both else value
     return result
 
 

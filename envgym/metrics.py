@@ -12,24 +12,37 @@ from .types import Episode, Group, Status
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Rewards, scores, lengths and failures of the groups a step played. Failed episodes are counted, no more."""
+    """Rewards, scores, lengths and failures of the groups a step played, over all and for each member of a mixture.
+
+    Failed episodes are counted, no more; so are the failed attempts that were played again.
+    """
+    record = _outcomes(groups)
+    finished = [episode for group in groups for episode in group.episodes if not episode.failed]
+    lengths = [sum(row.n_action_tokens for row in episode.rows) for episode in finished]
+    if lengths and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
+        record |= {"tokens/sampled": sum(lengths), "length/mean": fmean(lengths), "length/max": max(lengths)}
+        record["length/truncated_share"] = fmean(e.outcome.status is Status.TRUNCATED for e in finished)
+    for name in sorted({group.task.env for group in groups} - {""}):
+        of_member = _outcomes([group for group in groups if group.task.env == name])
+        record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
+    return record
+
+
+def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
+    failed = [episode for group in groups for episode in [*group.episodes, *group.lost] if episode.failed]
     rewards = [episode.reward for episode in finished if episode.reward is not None]
     scores = [episode.score for episode in finished if episode.score is not None]
-    lengths = [sum(row.n_action_tokens for row in episode.rows) for episode in finished]
     record: dict[str, Any] = {"episodes": len(episodes)}
     if rewards:
         record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         record["reward/zero_variance_share"] = fmean(_is_flat(group) for group in groups)
     if scores:
         record["score/mean"] = fmean(scores)
-    if lengths and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
-        record |= {"tokens/sampled": sum(lengths), "length/mean": fmean(lengths), "length/max": max(lengths)}
-        record["length/truncated_share"] = fmean(e.outcome.status is Status.TRUNCATED for e in finished)
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
-    for kind, count in sorted(Counter(e.outcome.reason for e in episodes if e.failed).items()):
+    for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count
     return record
 

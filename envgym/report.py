@@ -48,6 +48,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         if parts:
             last = evals[after if after in evals else before]
             lines.append((name, f"{'  ->  '.join(parts)}   {last['n_tasks']} tasks, 95% intervals"))
+    lines += _members(evals.get("after", evals.get("before", {})))
     lines.append(("time", _split(seconds)))
     lines.append(("tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} trained"))
     if tokens["sampled"]:
@@ -68,10 +69,16 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[Line]:
         ("env", result["env"]),
         ("model", result["model"]),
         ("score", f"{score(result)}   95% interval, {result['n_tasks']} tasks, {result['n_episodes']} episodes"),
+        *_members(result),
         ("truncated", str(result["truncated"])),
         ("failed", _counts(result["failures"]) or "0"),
         ("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"),
     ]
+
+
+def _members(evaluation: Evaluation) -> list[Line]:
+    """The scores of a mixture's members."""
+    return [(f"  {name}", f"{score(of)}   {of['n_tasks']} tasks") for name, of in evaluation.get("envs", {}).items()]
 
 
 def aligned(lines: Sequence[Line]) -> str:

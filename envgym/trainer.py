@@ -222,6 +222,8 @@ class Trainer:
                 results = {when: await self.held_out.sampled()}
                 self.progress.record["eval/score"] = results[when]["score"]
                 self.progress.record["eval/ci95"] = results[when]["ci95"]
+                for name, member in results[when].get("envs", {}).items():
+                    self.progress.record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
                 if self.stage.eval.greedy and step in (0, self.stage.steps):
                     results[f"greedy_{when}"] = await self.held_out.greedily()
             else:

@@ -42,16 +42,25 @@ class HeldOut:
     async def sampled(self) -> dict[str, Any]:
         """At the training temperature, `config.samples` episodes a task."""
         groups = await self._play(await self.tasks(), Play("eval", self._sampling, self._config.samples))
-        return EvalResult.of(groups).as_dict()
+        return result_of(groups)
 
     async def greedily(self) -> dict[str, Any]:
         """The likeliest token at every place, one episode a task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         groups = await self._play(await self.tasks(), Play("eval-greedy", sampling, 1))
-        return {**EvalResult.of(groups).as_dict(), "greedy": True}
+        return {**result_of(groups), "greedy": True}
 
     async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
         """What the learner says of held-out recorded episodes, from the actor's scores of them."""
         groups = await self._play(await self.tasks(), Play("eval", self._sampling, 1))
         rows = learner.prepare(groups)
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}
+
+
+def result_of(groups: Sequence[Group]) -> dict[str, Any]:
+    """What the groups amount to together and, under `envs`, for each member of a mixture."""
+    result = EvalResult.of(groups).as_dict()
+    if members := sorted({group.task.env for group in groups} - {""}):
+        of = {name: [group for group in groups if group.task.env == name] for name in members}
+        result["envs"] = {name: EvalResult.of(own).as_dict() for name, own in of.items()}
+    return result

@@ -6,7 +6,16 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from envgym.errors import DataError
 from envgym.loading import names_file
@@ -71,6 +80,11 @@ class SourceConfig(BaseModel):
             raise ValueError("a generator with a limit is not endless")
         return self
 
+    @model_serializer(mode="wrap")
+    def _only_what_was_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What a source leaves unset is as the others have it, so defaults must not be written out."""
+        return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
+
     def check_paths(self) -> None:
         """Raise `DataError` for a path at which there is nothing."""
         for path in (self.path, self.test_path):
@@ -110,14 +124,11 @@ class DataConfig(SourceConfig):
 
         A test path that holds for all is in none of them: it is read once.
         """
-        common = self.model_dump(exclude={"sources"}, exclude_unset=True)
+        common = self.model_dump(exclude={"sources"})
         if not self.sources:
             return {"": SourceConfig(**common)}
         common.pop("test_path", None)
-        return {
-            name: MixedSourceConfig(**{**common, **source.model_dump(exclude_unset=True)})
-            for name, source in self.sources.items()
-        }
+        return {name: MixedSourceConfig(**{**common, **source.model_dump()}) for name, source in self.sources.items()}
 
     def check_paths(self) -> None:
         super().check_paths()

@@ -44,7 +44,7 @@ def load_tasks(config: DataConfig, *, answer_required: bool = True) -> TaskSplit
         sources.append(kind(settings, f"{name}/" if name else "", answer_required))
     held_out = _HeldOut()
     if config.sources and config.test_path is not None:
-        common = SourceConfig(**config.model_dump(exclude={"sources"}, exclude_unset=True))
+        common = SourceConfig(**config.model_dump(exclude={"sources"}))
         tests: list[TaskSet] = [_File(config.test_path, config.test_split, common, "", answer_required).into(held_out)]
     else:
         tests = [source.hold_out(held_out) for source in sources]

@@ -1,0 +1,161 @@
+"""Several environments in one run, each with a weight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from envgym import registry
+from envgym.env import EnvConfig, EnvSpec, TaskSet
+from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.tasks import InProportion, Interleaved
+from envgym.types import Episode, Message, Task
+
+from .playing import MixtureEnv
+from .tasks import MemberTasks
+
+TURNS = {"single_turn", "multi_turn"}
+ANY_TURNS = "tool_calling"
+"""The agent that plays environments with tools, and without tools all those of `TURNS`."""
+
+
+class Member(BaseModel):
+    """One environment of the mixture, with its own settings beside these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    env: str
+    """Id, `file.py[:Name]`, import path or URL."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the tasks, against the others' weights."""
+
+
+class MixtureConfig(EnvConfig):
+    members: dict[
+        Annotated[str, Field(pattern=r"^[\w-]+$")],
+        Annotated[Member, BeforeValidator(lambda value: {"env": value} if isinstance(value, str) else value)],
+    ] = Field({})
+    """The environments by name: `members.NAME.env`, `members.NAME.weight` and the environment's own settings."""
+
+    @field_validator("members", mode="before")
+    @classmethod
+    def _named(cls, members: Any) -> Any:
+        if isinstance(members, Mapping):
+            named = [name for name, member in members.items() if not isinstance(member, Mapping) or "env" in member]
+            for name in members:
+                if name not in named:
+                    hint = did_you_mean(str(name), map(str, named)) or f" Give it one with env.members.{name}.env=ID"
+                    raise ValueError(f"member {name!r} names no environment.{hint}")
+        return members
+
+
+class Mixture(EnvSpec):
+    """The members, their tasks as one set, and which member plays which task."""
+
+    Config = MixtureConfig
+    config: MixtureConfig
+
+    def __init__(self, id: str, **kwargs: Any) -> None:
+        if "data" in kwargs:
+            raise ConfigError(
+                f"environment {id} has no data of its own: give a member some, env.members.NAME.data.path=…"
+            )
+        super().__init__(id, **kwargs)
+        if self.config.concurrency is not None:
+            raise ConfigError(f"environment {id} has no limit of its own: set env.members.NAME.concurrency")
+        self.members = {name: self._make_member(name, member) for name, member in self.config.members.items()}
+        # Written out, so that a saved configuration holds every setting of every member.
+        self.config.members = {
+            name: Member(env=spec.id, weight=self.config.members[name].weight, **spec.config.model_dump(mode="json"))
+            for name, spec in self.members.items()
+        }
+        self._task_sets: dict[str, TaskSet] = {}
+
+    def _make_member(self, name: str, member: Member) -> EnvSpec:
+        try:
+            spec = registry.spec(member.env, **(member.model_extra or {}))
+        except EnvgymError as error:
+            raise type(error)(f"member {name!r} of environment {self.id}: {error}") from None
+        if isinstance(spec, Mixture):
+            raise ConfigError(f"member {name!r} of environment {self.id} is a mixture itself: name its members here")
+        return spec
+
+    def _refuse_emptiness(self) -> None:
+        if not self.members:
+            raise ConfigError(f"environment {self.id} has no members: give it some with env.members.NAME.env=ID")
+
+    def parts(self) -> Sequence[EnvSpec]:
+        return list(self.members.values())
+
+    def of(self, task: Task) -> EnvSpec:
+        if task.env not in self.members:
+            raise ConfigError(
+                f"environment {self.id} has no member {task.env!r} to play task {task.id!r}."
+                f"{did_you_mean(task.env, self.members)}"
+            )
+        return self.members[task.env]
+
+    @property
+    def agent(self) -> str:  # type: ignore[override]
+        """The agent that can play every member."""
+        self._refuse_emptiness()
+        wanted = {name: spec.agent for name, spec in self.members.items()}
+        agents = set(wanted.values())
+        if len(agents) == 1:
+            return agents.pop()
+        if agents <= TURNS | {ANY_TURNS}:
+            return ANY_TURNS if ANY_TURNS in agents else EnvSpec.agent
+        listed = ", ".join(f"{name} by {agent}" for name, agent in wanted.items())
+        raise ConfigError(f"no one agent plays all members of environment {self.id} ({listed}): name one with agent=")
+
+    @property
+    def services(self) -> Mapping[str, Any]:
+        """The members' services. The clients are theirs."""
+        return {
+            f"{member}-{name}": service
+            for member, spec in self.members.items()
+            for name, service in spec.services.items()
+        }
+
+    def concurrency_bound(self) -> int | None:
+        return min((bound for spec in self.parts() if (bound := spec.concurrency_bound()) is not None), default=None)
+
+    async def setup(self) -> None:
+        self._refuse_emptiness()
+        done = await asyncio.gather(*(spec.ensure_setup() for spec in self.parts()), return_exceptions=True)
+        if failures := [error for error in done if isinstance(error, BaseException)]:
+            await self.teardown()
+            raise failures[0]
+
+    async def teardown(self) -> None:
+        self._task_sets.clear()
+        done = await asyncio.gather(*(spec.close() for spec in self.parts()), return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException):
+                raise error
+
+    def tasks(self, split: str) -> TaskSet:
+        """The members' tasks: for training without end, in exact proportions; to evaluate, each once."""
+        if split not in self._task_sets:
+            members = [MemberTasks(name, spec.tasks(split)) for name, spec in self.members.items()]
+            weights = [member.weight for member in self.config.members.values()]
+            if split == "train":
+                for tasks in members:
+                    if tasks.size == 0:
+                        raise ConfigError(f"member {tasks.name!r} of environment {self.id} has no training tasks")
+                self._task_sets[split] = Interleaved(members, weights)
+            else:
+                self._task_sets[split] = InProportion(members, weights)
+        return self._task_sets[split]
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        return self.of(task).demonstrations(task, seed)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Any] | None:
+        return await self.of(task).score_group(task, episodes)
+
+    def make(self) -> MixtureEnv:
+        return MixtureEnv(self)
