@@ -65,6 +65,11 @@ class ChatDialogue(Dialogue):
         """Whether the prompt begins the policy's turn with a thought."""
         return self._text[-32:].rstrip().endswith("<think>")
 
+    def _with_opening(self, content: str) -> str:
+        """What was said, with the beginning of the thought that the prompt had opened: templates look for both ends."""
+        thought, closed, _ = content.partition("</think>")
+        return f"<think>\n{content}" if self._opens_thought and closed and "<think>" not in thought else content
+
     def _demonstration(self, turn: Message) -> str:
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
         [written] = self._template.written([turn])
@@ -83,11 +88,12 @@ class ChatDialogue(Dialogue):
         exact = self.renderer.decode_after(self._body(token_ids))
         # Special tokens that write calls must not be lost; other than that they are no part of what is said.
         contents = [exact, message.text] if message.tool_calls else [message.text, exact]
-        forms: list[Written] = [{"role": "assistant", "content": content} for content in contents]
+        forms = [self._template.assistant(self._with_opening(content)) for content in contents]
         if reading is not None and reading.complete:
-            forms.insert(0, self._template.assistant(reading.content.rstrip(), reading.calls))
+            content = self._with_opening(reading.content.rstrip())
+            forms.insert(0, self._template.assistant(content, reading.calls))
         elif self._opens_thought and "</think>" not in exact:
-            forms.insert(0, {"role": "assistant", "content": "", "reasoning_content": exact})
+            forms.insert(0, {**self._template.assistant(""), "reasoning_content": exact})
         self._forms = [form for at, form in enumerate(forms) if form not in forms[:at]]
         self._text += self.renderer.decode_after(token_ids)
 

@@ -60,7 +60,7 @@ class Template:
                 result.append(message.as_dict())
         return result
 
-    def assistant(self, content: str, calls: Sequence[ToolCall]) -> Written:
+    def assistant(self, content: str, calls: Sequence[ToolCall] = ()) -> Written:
         """An assistant's message."""
         if not calls:
             return {"role": "assistant", "content": content}
