@@ -253,6 +253,8 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             value = text
+        if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):
+            value = text  # a template has colons and lines of its own
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         for part in reversed(key.split(".")):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envgym
+from envgym.config import parse_words
 from envgym.errors import ConfigError, DataError, MissingDependency
 from envgym.tasks import DataConfig, TaskSplits, load_tasks, prompt_key
 from envgym.types import Task
@@ -198,6 +199,11 @@ def test_templates_and_a_system_message(write):
     # The same prompts are held out, however they are dressed.
     plain = {task.id for task in all_of(load(path, id="answer").test)}
     assert {task.id for task in all_of(load(path, template="Q: {}", system="s", id="answer").test)} == plain
+
+
+@pytest.mark.parametrize("template", ["User: {}\nAssistant: ", "- {}\n- ", "{question}: {hint}", "Q {}"])
+def test_a_template_may_be_a_word_of_the_command_line(template):
+    assert parse_words([f"data.template={template}"]) == {"data": {"template": template}}
 
 
 def test_a_system_message_of_the_row_stays(write):
