@@ -26,27 +26,9 @@ CASES = [
     ("starter", "phi3", "<|end|>"),
 ]
 
-WORDS = [
-    "hello",
-    "hell",
-    "o",
-    " there",
-    "12",
-    "+",
-    "naïve",
-    "数学",
-    "🙂",
-    "e\u0301",
-    "\n",
-    "\n\n",
-    " ",
-    "  ",
-    "{",
-    "</think>",
-]
-words = st.sampled_from(WORDS)
-texts = st.lists(words, min_size=1, max_size=8).map("".join)
-plain = texts.map(str.strip).filter(bool)
+WORDS = ["hello", "hell", "o", " there", "12", "+", "naïve", "数学", "🙂", "e\u0301", "\n", "\n\n", " ", "  ", "{", "."]
+texts = st.lists(st.sampled_from([*WORDS, "</think>"]), min_size=1, max_size=8).map("".join)
+plain = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join).map(str.strip).filter(bool)
 quick = settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
