@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from envgym.config import CurriculumConfig, resolve
 from envgym.curriculum import Curriculum
+from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks, SeedTasks, TaskSet
 from envgym.errors import ConfigError, RunError
 from envgym.task_cursor import TaskCursor
 from envgym.tasks import Interleaved
+from envgym.trainer import Parts, Trainer
 from envgym.types import Episode, Group, Outcome, Task
 
 
@@ -269,3 +272,47 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind, skip, stop, seed)
 def test_a_group_of_one_has_nothing_to_compare():
     with pytest.raises(ConfigError, match=r"rollout.group_size must be at least 2"):
         resolve({"env": "math_verify", "learner": "sft", "curriculum": {"skip": 0.5}, "rollout": {"group_size": 1}})
+
+
+# -- in the loop ------------------------------------------------------------------------------------------
+
+
+def trainer_of(skip):
+    """The real loop over a policy that never solves the even tasks; nothing is sampled and nothing learned."""
+    config = resolve({"env": "math_verify", "curriculum": {"skip": skip}, "rollout": {"tasks": 5, "group_size": 4}})
+    policy = Policy(lambda task: 0.5 * (int(task.id) % 2))
+
+    async def play(tasks, play, on_progress):
+        return policy.play(tasks)
+
+    runner = SimpleNamespace(spec=SimpleNamespace(tasks=lambda split: task_set(20)), agent=OneAgent, play=play)
+    learner = SimpleNamespace(min_group_size=2, roles={})
+    parts = Parts(learner, runner, {}, SamplingParams(max_tokens=4))
+    return Trainer(config, config.stages[0], parts, None, SimpleNamespace(rollout=None))
+
+
+class OneAgent:
+    samples = True
+
+
+def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows():
+    trainer = trainer_of(0.75)
+    records = []
+    for _ in range(16):
+        trainer.progress.record = {}
+        asyncio.run(trainer.roll_out())
+        records.append(trainer.progress.record)
+    assert records[0]["curriculum/skipped_share"] == 0
+    assert sum(record["curriculum/skipped_share"] for record in records[8:]) / 8 > 0.2
+    assert records[0]["curriculum/unsolved_share"] > 0
+    state = trainer.state()["cursor"]
+    assert sum(state["curriculum"]["flat"].values()) >= 10
+    resumed = trainer_of(0.75)
+    resumed.cursor.load_state(pickle.loads(pickle.dumps(state)))
+    assert asyncio.run(resumed.cursor.next(20)) == asyncio.run(trainer.cursor.next(20))
+
+
+def test_the_loop_without_a_curriculum_says_nothing_of_one():
+    trainer = trainer_of(0.0)
+    asyncio.run(trainer.roll_out())
+    assert not [key for key in trainer.progress.record if key.startswith("curriculum/")]
