@@ -32,6 +32,8 @@ class Dialogue(ABC):
         self.renderer = renderer
         self.messages: list[Message] = []
         self.tools: tuple[ToolSpec, ...] = ()
+        self.content = ""
+        """What the policy's last turn says before its tool calls; all of it where it makes none."""
         self._last: int | None = None
         """The token that stands last, which decides how text after it is encoded."""
         self._call_ids: set[str] = set()
@@ -49,7 +51,9 @@ class Dialogue(ABC):
         that cannot be read have an `error`."""
         reading = self._read(self.renderer.decode_after(self._body(token_ids))) if self.tools else Reading("")
         reading = replace(reading, calls=self._with_ids(reading.calls))
-        return self._hear(token_ids, reading if reading.calls else None)
+        message = self._hear(token_ids, reading if reading.calls else None)
+        self.content = reading.content if reading.calls else message.text
+        return message
 
     def demonstrate(self, turn: str | Message) -> list[int]:
         """Token ids of a recorded turn of the assistant, as a policy would say it, its end-of-turn token included. The

@@ -1,0 +1,295 @@
+"""The outside agent: real programs, in processes of their own, against the real endpoint."""
+
+import asyncio
+import json
+import sys
+import textwrap
+
+import aiohttp
+import pytest
+
+from envgym import Env, EnvSpec
+from envgym.agents.outside import Outside, OutsideConfig
+from envgym.agents.outside.conversation import Conversation
+from envgym.agents.outside.endpoint import Endpoint
+from envgym.config import RolloutConfig
+from envgym.engines.base import Generation, SamplingParams
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout import Play, Runner
+from envgym.sampler import EpisodeSampler
+from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
+
+LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"name": "x"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = TEMPLATE
+    return make_renderer("chat", tokenizer)
+
+
+class Scripted:
+    """An engine that says what a function of the number of its call and the prompt tells."""
+
+    def __init__(self, renderer, say):
+        self.tokenizer, self.say, self.calls = renderer.tokenizer, say, 0
+
+    async def generate(self, request):
+        text = self.say(self.calls, self.tokenizer.decode(list(request.token_ids)))
+        self.calls += 1
+        ids = (*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id)
+        cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
+        stop = StopReason.LENGTH if cut else StopReason.STOP
+        return Generation(ids, (-0.5,) * len(ids), stop, (VersionSpan(0, 0, len(ids)),))
+
+
+class Asks(Env):
+    heard = []  # noqa: RUF012 - emptied by each test
+
+    async def reset(self, *, seed=None, options=None):
+        return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+
+    async def step(self, action):
+        self.heard.append(action)
+        return None, float("42" in action.text), True, False, {"metrics": {"asked": 1.0}}
+
+
+def program(tmp_path, source):
+    path = tmp_path / "agent.py"
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
+    return [sys.executable, str(path)]
+
+
+def play(renderer, engine, command, size=1, context=512, **settings):
+    Asks.heard.clear()
+    runner = Runner(
+        EnvSpec("Asks-v0", Asks),
+        Outside(renderer, OutsideConfig(command=command, **settings)),
+        engine,
+        RolloutConfig(retries=0, refills=0),
+        max_model_len=context,
+        seed=0,
+        deterministic=False,
+    )
+    sampling = SamplingParams(max_tokens=128, stop_token_ids=renderer.stop_token_ids)
+    [group] = asyncio.run(runner.play([Task("t", answer="42")], Play("p", sampling, size)))
+    return group.episodes
+
+
+WITH_TOOLS = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    client, messages = OpenAI(max_retries=0), given["messages"]
+    while True:
+        said = client.chat.completions.create(model="any", messages=messages, tools=given["tools"], temperature=0.1)
+        message = said.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            assert json.loads(call.function.arguments) == {"name": "x"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "x is 42"})
+    print(message.content)
+"""
+
+
+def test_a_program_that_calls_tools_is_one_row_of_exact_tokens(renderer, recording, check_episode, tmp_path):
+    """Written with the `openai` library, and not for us."""
+    engine = recording(Scripted(renderer, lambda n, prompt: "it is 42" if "x is 42" in prompt else CALL))
+    episodes = play(renderer, engine, program(tmp_path, WITH_TOOLS), size=3)
+    for episode in episodes:
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        [row] = episode.rows
+        assert [turn.reward for turn in row.turns] == [None, 1.0]
+        assert (episode.reward, episode.score, episode.metrics) == (1.0, 1.0, {"asked": 1.0, "calls": 2.0})
+    assert [action.text for action in Asks.heard] == ["it is 42"] * 3
+    assert all(action.token_ids for action in Asks.heard)  # the policy's last turn, unchanged
+    assert all(request[1].stop_reason is StopReason.STOP for request in engine.answers.values())
+
+
+STREAMING = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    stream = OpenAI().chat.completions.create(
+        model="any", messages=given["messages"], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason == "stop"
+    print("I say:", text)
+"""
+
+
+def test_a_program_may_stream_and_say_something_of_its_own(renderer, recording, check_episode, tmp_path):
+    engine = recording(Scripted(renderer, lambda n, prompt: "42!"))
+    [episode] = play(renderer, engine, program(tmp_path, STREAMING))
+    assert not episode.failed, episode.outcome
+    check_episode(episode, engine.answers)
+    [action] = Asks.heard
+    assert (action.text, action.token_ids, episode.reward) == ("I say: 42!", (), 1.0)
+
+
+PLAIN = """
+    import json, os, sys, urllib.request
+
+    def ask(messages, **more):
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+            json.dumps({"model": "m", "messages": messages, **more}).encode(),
+            {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        )
+        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+"""
+
+
+def test_a_rewritten_history_and_a_sub_agent_are_rows_of_their_own(renderer, recording, check_episode, tmp_path):
+    source = (
+        PLAIN
+        + """
+    main = [{"role": "user", "content": "plan"}]
+    main.append(ask(main))
+    other = ask([{"role": "user", "content": "a sub-agent"}])
+    main.append({"role": "user", "content": "go on"})
+    main.append(ask(main))
+    ask([{"role": "user", "content": "summary: " + main[1]["content"]}])
+    print("42")
+    """
+    )
+    engine = recording(Scripted(renderer, lambda n, prompt: f"turn {n}"))
+    [episode] = play(renderer, engine, program(tmp_path, source))
+    assert not episode.failed, episode.outcome
+    assert [len(row.turns) for row in episode.rows] == [2, 1, 1]
+    sampled = [segment.token_ids for row in episode.rows for segment in row.segments if segment.role == "action"]
+    assert sorted(map(tuple, sampled)) == sorted(said.token_ids for _, said in engine.answers.values())
+    for row in episode.rows:  # each turn was sampled after exactly the segments before it
+        for index, segment in enumerate(row.segments):
+            if segment.role == "action":
+                before = tuple(t for earlier in row.segments[:index] for t in earlier.token_ids)
+                assert (before, tuple(segment.token_ids)) in [(a, s.token_ids) for a, s in engine.answers.values()]
+    assert episode.reward == 1.0
+    assert episode.metrics["calls"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("print('no call')", "made no call"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); sys.exit('out of luck')", "status 1: out of luck"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 3 s"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print('x' * 3_000_000)", "more than"),
+    ],
+)
+def test_a_program_that_fails_is_a_failed_episode(renderer, tmp_path, source, says):
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), timeout=3)
+    assert (episode.outcome.reason, episode.reward, episode.rows) == ("agent", None, [])
+    assert says in episode.outcome.message
+
+
+def test_a_command_that_does_not_exist_is_said(renderer):
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), "no-such-program --fast")
+    assert episode.outcome.message == "no-such-program cannot be run: No such file or directory"
+
+
+@pytest.mark.parametrize(("settings", "context", "reason"), [({"max_tokens": 5}, 512, "tokens"), ({}, 60, "context")])
+def test_a_budget_that_runs_out_truncates_the_episode(renderer, tmp_path, settings, context, reason):
+    source = (
+        PLAIN
+        + """
+    messages = [{"role": "user", "content": "go"}]
+    try:
+        while True:
+            messages += [ask(messages), {"role": "user", "content": "on"}]
+    except urllib.error.HTTPError as error:
+        print(json.load(error)["error"]["code"])
+    """
+    )
+    [episode] = play(
+        renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), context=context, **settings
+    )
+    assert (episode.outcome.status, episode.outcome.reason) == ("truncated", reason)
+    assert Asks.heard[0].text == "context_length_exceeded"
+    assert all(len(row.token_ids) <= context for row in episode.rows)
+
+
+# -- the endpoint alone -----------------------------------------------------------------------------------
+
+
+def ask_endpoint(renderer, body, *, key=None, path="/chat/completions", engine=None):
+    async def main():
+        sampling = SamplingParams(max_tokens=8)
+        sampler = EpisodeSampler(engine or Scripted(renderer, lambda n, p: "yes"), "e", sampling, 512)
+        async with Endpoint().session(Conversation(renderer, sampler, None, None)) as (url, own):
+            headers = {"Authorization": f"Bearer {own if key is None else key}"}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(url + path, data=body, headers=headers) as answer,
+            ):
+                return answer.status, await answer.json()
+
+    return asyncio.run(main())
+
+
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "a JSON object"),
+        ({}, "messages"),
+        ({"messages": "hello"}, "a list of at least one message"),
+        ({"messages": []}, "a list of at least one message"),
+        ({"messages": [{"content": "x"}]}, "a prompt is a string or a list"),
+        ({"messages": QUESTION, "n": 2}, "'n' cannot be 2"),
+        ({"messages": QUESTION, "stop": ["x"]}, "'stop' cannot be"),
+        ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
+        ({"messages": QUESTION, "tool_choice": "required"}, "'tool_choice' cannot be"),
+        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "malformed messages or tools"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_reason(renderer, body, says):
+    status, answer = ask_endpoint(renderer, body if isinstance(body, bytes) else json.dumps(body))
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_another_sessions_key_is_refused(renderer):
+    status, answer = ask_endpoint(renderer, json.dumps({"messages": QUESTION}), key="guess")
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_token_ids_and_log_probabilities_are_given_where_they_are_asked_for(renderer):
+    body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "stop": None, "n": 1}
+    status, answer = ask_endpoint(renderer, json.dumps(body))
+    [choice] = answer["choices"]
+    assert status == 200
+    assert renderer.tokenizer.decode(choice["token_ids"]) == "yes<|im_end|>"
+    assert renderer.tokenizer.decode(answer["prompt_token_ids"]).endswith("<|im_start|>assistant\n")
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+def test_a_malformed_call_reaches_the_program_as_the_text_it_is(renderer):
+    broken = "<tool_call>\n{nope\n</tool_call>"
+    body = {"messages": QUESTION, "tools": [LOOK_UP.as_dict()], "max_tokens": 60}
+    sampler = Scripted(renderer, lambda n, p: broken)
+    _, answer = ask_endpoint(renderer, json.dumps(body | {"max_tokens": 8}), engine=sampler)
+    message = answer["choices"][0]["message"]
+    assert "tool_calls" not in message
+    assert message["content"]
