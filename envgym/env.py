@@ -111,6 +111,8 @@ class Env(ABC):
 
     blocking: ClassVar[bool] = False
     """Asynchronous methods that block all the same (a busy loop, a synchronous client) run on a thread as well."""
+    spec_class: ClassVar[type[EnvSpec]]
+    """What stands for its shared half where an `Env` class is registered by itself."""
 
     spec: EnvSpec
     rng: random.Random
@@ -250,6 +252,9 @@ class EnvSpec:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+Env.spec_class = EnvSpec
 
 
 class CheckedEnv(Env):

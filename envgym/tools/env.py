@@ -1,0 +1,113 @@
+"""The base class of environments whose tasks are done with tools."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
+from envgym.errors import ConfigError
+from envgym.types import Action, Judgement, Message, Observation, Task, as_messages
+
+from .box import ToolBox
+from .mcp_server import McpServer, McpSession
+from .tool import Tool
+
+
+class ToolEnvConfig(EnvConfig):
+    """Settings of environments with tools."""
+
+    max_calls: int = Field(16, ge=1)
+    """Tool calls in one episode; a turn that would make more ends it, truncated."""
+    tool_timeout: float = Field(30.0, gt=0)
+    """Seconds a call may take, where the tool has no deadline of its own."""
+    max_result_chars: int = Field(8000, ge=1)
+    """Characters of a result that the policy is shown."""
+
+
+class ToolEnvSpec(EnvSpec):
+    """The shared half of an environment with tools."""
+
+    Config: ClassVar[type[EnvConfig]] = ToolEnvConfig
+    agent = "tool_calling"
+
+
+class ToolEnv(Env):
+    """Offers tools, runs the calls of each turn, and grades the first answer that calls none.
+
+    Subclass it and write `tools` and `grade`, and `begin` unless the task's prompt is all that is said. They may be
+    plain functions that return at once, or asynchronous. Where a subclass overrides `close`, it calls this one.
+    """
+
+    spec_class = ToolEnvSpec
+    task: Task
+    toolbox: ToolBox
+
+    _sessions: list[McpSession] | None = None
+
+    def begin(self) -> Any:
+        """Start an episode of `self.task`: what is said first, text or messages."""
+        return self.task.prompt
+
+    @abstractmethod
+    def tools(self) -> Any:
+        """The tools of this episode: functions (methods of this instance share its state), `Tool`s, `McpServer`s.
+
+        A server gets a session of its own for each episode; to share one, give the `tools` of a session.
+        """
+
+    @abstractmethod
+    def grade(self, action: Action) -> Any:
+        """What the final answer earns: a number, or a `Reward` with score and metrics."""
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        await self.close()
+        self.task = (options or {})["task"]
+        said = as_messages(await _settled(self.begin()))
+        config = self.spec.config
+        if not isinstance(config, ToolEnvConfig):
+            raise ConfigError(f"environment {self.spec.id}: its Config must be a subclass of ToolEnvConfig")
+        tools = await self._open(await _settled(self.tools()))
+        self.toolbox = ToolBox(tools, timeout=config.tool_timeout, max_chars=config.max_result_chars)
+        self._calls_left = config.max_calls
+        return Observation(messages=said, tools=self.toolbox.specs), {}
+
+    async def step(self, action: Action) -> StepResult:
+        if not action.tool_calls:
+            return await self._end(action)
+        self._calls_left -= len(action.tool_calls)
+        if self._calls_left < 0:
+            return (), 0.0, False, True, {"score": 0.0, "metrics": self.toolbox.metrics}
+        results: Sequence[Message] = await self.toolbox.call(action.tool_calls)
+        return results, 0.0, False, False, {"metrics": self.toolbox.metrics}
+
+    async def close(self) -> None:
+        sessions, self._sessions = self._sessions or [], None
+        await asyncio.gather(*(session.close() for session in sessions))
+
+    async def _end(self, action: Action) -> StepResult:
+        graded = await _settled(self.grade(action))
+        judgement = graded if isinstance(graded, Judgement) else Judgement(graded)
+        info: Info = {"metrics": self.toolbox.metrics | dict(judgement.metrics)}
+        if judgement.score is not None:
+            info["score"] = judgement.score
+        return (), judgement.reward, True, False, info
+
+    async def _open(self, offered: Sequence[Any]) -> list[Tool | Callable[..., Any]]:
+        """Start sessions with the servers among the tools, which are then closed with the environment."""
+        self._sessions = sessions = [item.session() for item in offered if isinstance(item, McpServer)]
+        await asyncio.gather(*(session.start() for session in sessions))
+        opened = iter(sessions)
+        tools: list[Tool | Callable[..., Any]] = []
+        for item in offered:
+            tools += next(opened).tools if isinstance(item, McpServer) else [item]
+        return tools
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

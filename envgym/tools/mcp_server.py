@@ -1,0 +1,391 @@
+"""The tools of an MCP server, over its standard streams or over HTTP, by the `mcp` library.
+
+The library's sessions are made of task groups, which must be left in the task that entered them, and are left
+half-way where that task is cancelled from outside. So each session lives in a task of its own, which is asked to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, missing_package
+from envgym.types import ToolSpec
+
+from .schema import WrongArguments, without_titles
+from .tool import Tool, ToolFailure
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+CLOSE_TIMEOUT = 10.0
+"""Seconds a session may take to end when asked, before it is cancelled."""
+PROBE_TIMEOUT = 5.0
+"""Seconds a server has to show that it is alive after an error that may be its own."""
+MAX_PAGES = 100
+INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # JSON-RPC's, and the library's own
+_ERROR_LENGTH = 300
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_GUARD = Path(__file__).with_name("guard.py")
+
+
+class McpServer(BaseModel):
+    """How to reach an MCP server: a program to start, or a URL."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: list[str] | None = Field(None, min_length=1)
+    """Program and arguments of a server that speaks on its standard streams; one process a session."""
+    env: dict[str, str] = {}
+    """Its environment variables, beside PATH, HOME and the like. `${NAME}` stands for a variable of ours."""
+    url: str | None = None
+    """Address of a server that speaks HTTP (the streamable kind)."""
+    headers: dict[str, str] = {}
+    """Sent with every request. `${NAME}` stands for an environment variable, so that no secret is written down."""
+    only: list[str] | None = None
+    """Names of the tools to offer; unset: all the server has."""
+    start_timeout: float = Field(30.0, gt=0)
+    """Seconds it may take to start and list its tools."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("an MCP server has either a command or a url")
+        if self.env and self.command is None:
+            raise ValueError("env belongs to a server with a command")
+        if self.headers and self.url is None:
+            raise ValueError("headers belong to a server with a url")
+        return self
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.url or " ".join(self.command or ())
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a program that is not there, or a variable that is not set."""
+        _filled_in(self.headers, self.label)
+        variables = _filled_in(self.env, self.label)
+        if self.command and shutil.which(self.command[0], path=variables.get("PATH")) is None:
+            raise ConfigError(f"MCP server {self.label}: there is no program {self.command[0]!r}")
+
+    def session(self) -> McpSession:
+        """A session with it, not yet started."""
+        return McpSession(self)
+
+
+class McpSession:
+    """One session with an MCP server: `async with server.session() as session: session.tools`.
+
+    It belongs to the event loop it was started in. A server that cannot be reached, or dies, is an `InvalidOutcome`
+    of kind `tool_server`; errors of its tools are results like any other.
+    """
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self.tools: tuple[Tool, ...] = ()
+        self._client: Client | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._last_words = ""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is started and has not ended."""
+        return self._client is not None
+
+    async def start(self) -> None:
+        """Start or reach the server and list its tools.
+
+        Raises `ConfigError` for settings that cannot work, `MissingDependency` without the `mcp` package,
+        `InvalidOutcome` for a server that does not come up in time.
+        """
+        try:
+            import anyio
+            import mcp  # noqa: F401
+        except ImportError:
+            raise missing_package("mcp", "mcp", f"the MCP server {self._server.label}") from None
+        self._server.check()
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._scope = anyio.CancelScope()
+        try:
+            async with _turn_to_start():
+                self._task = asyncio.create_task(self._live())
+                self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # told by `_failure`
+                ready = asyncio.create_task(self._ready.wait())
+                timeout = self._server.start_timeout
+                await asyncio.wait({self._task, ready}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                ready.cancel()
+            if not self.alive:
+                raise await self._failure(
+                    "ended at once" if self._task.done() else f"was not ready after {timeout:g} s"
+                )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the session, and the server's process with it. Safe to call twice."""
+        if self._task is None:
+            return
+        if not self._ready.is_set():
+            self._scope.cancel()
+        self._stop.set()
+        # Waiting may be cancelled; the task ends all the same.
+        await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+        if not self._task.done():
+            self._scope.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+        self._task.cancel()
+
+    # -- the session's own task ---------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        from mcp import Client
+
+        with self._scope:
+            # The older handshake first: over HTTP it opens a session, by which servers keep one client's state apart
+            # from another's. A server that has no such handshake says so.
+            for mode in ("legacy", "auto"):
+                with tempfile.TemporaryFile() as log:
+                    try:
+                        async with Client(self._transport(log), mode=mode, cache=None) as client:
+                            self.tools = await self._list(client)
+                            self._client = client
+                            self._ready.set()
+                            await self._stop.wait()
+                        return
+                    except Exception as error:
+                        if mode == "auto" or self._ready.is_set() or not _refused(error):
+                            raise
+                    finally:
+                        self._client = None
+                        self._last_words = _end_process(log.fileno())
+
+    @contextlib.asynccontextmanager
+    async def _transport(self, log: Any) -> AsyncIterator[Any]:
+        import httpx2
+        from mcp import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        server = self._server
+        if server.command is not None:
+            command = [*_guarded(), *server.command]
+            variables = _filled_in(server.env, server.label)
+            parameters = StdioServerParameters(command=command[0], args=command[1:], env=variables)
+            async with stdio_client(parameters, errlog=log) as streams:
+                yield streams
+        else:
+            headers = _filled_in(server.headers, server.label)
+            timeout = httpx2.Timeout(30.0, read=None)  # a tool may take long: its deadline is not ours
+            async with (
+                httpx2.AsyncClient(headers=headers, timeout=timeout) as http,
+                streamable_http_client(str(server.url), http_client=http) as streams,
+            ):
+                yield streams
+
+    async def _list(self, client: Client) -> tuple[Tool, ...]:
+        listed: dict[str, Any] = {}
+        cursor = None
+        for _ in range(MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            listed |= {tool.name: tool for tool in page.tools}
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        for name in self._server.only or ():
+            if name not in listed:
+                hint = did_you_mean(name, listed) or f" It has {', '.join(listed) or 'none'}."
+                raise ConfigError(f"MCP server {self._server.label} has no tool {name!r}.{hint}")
+        return tuple(self._tool(listed[name]) for name in self._server.only or listed)
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    def _tool(self, listed: Any) -> Tool:
+        spec = ToolSpec(listed.name, listed.description or "", without_titles(listed.input_schema))
+        check = _argument_check(listed.input_schema)
+
+        async def run(arguments: Mapping[str, Any]) -> Any:
+            check(arguments)
+            return await self._call(listed.name, arguments)
+
+        return Tool(spec, run)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        from mcp import MCPError
+
+        if self._task is not None and asyncio.get_running_loop() is not self._loop:
+            raise InvalidOutcome(
+                "tool_server",
+                f"the session with MCP server {self._server.label} belongs to another event loop: an environment that "
+                "holds one has asynchronous methods, and is not `blocking`",
+            )
+        if self._client is None:
+            raise await self._failure("has ended")
+        try:
+            result = await self._client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.code == INVALID_PARAMS:
+                raise WrongArguments(_one_line(error.message)) from None
+            if error.code == CONNECTION_CLOSED or not await self._answers():
+                raise await self._failure("died") from None
+            raise ToolFailure(_one_line(error.message)) from None
+        text = _text(result)
+        if result.is_error:
+            raise ToolFailure(text.strip())
+        return text
+
+    async def _answers(self) -> bool:
+        """Whether the server is there: an error may be the call's or the server's, and its code does not say."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                await self._list_again()
+        except Exception:
+            return False
+        return True
+
+    async def _list_again(self) -> None:
+        if self._client is None:
+            raise ConnectionError
+        await self._client.list_tools()
+
+    async def _failure(self, what: str) -> EnvgymError:
+        """The error for a server that is not there, with its own account of why."""
+        await self.close()
+        error = None
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            error = _cause(self._task.exception())
+        if isinstance(error, EnvgymError):
+            return error
+        why = self._last_words or ("" if error is None or _is_closed(error) else _one_line(str(error)))
+        message = f"MCP server {self._server.label} {what}" + (f": {why}" if why else "")
+        return InvalidOutcome("tool_server", message, retryable=True)
+
+
+def _guarded() -> list[str]:
+    """What goes before a command so that the process dies with this one."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
+
+
+def _end_process(log: int) -> str:
+    """Kill what is left of a server's process group, and return the last thing the server said on stderr."""
+    text = os.pread(log, 100, 0)
+    end = os.fstat(log).st_size
+    first, newline, _ = text.partition(b"\n")
+    if sys.platform == "linux" and newline and first.isdigit():  # as the guard wrote it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(int(first), signal.SIGKILL)
+    else:
+        first = b""
+    start = max(len(first), end - 4000)
+    lines = os.pread(log, 4000, start).decode("utf-8", "replace").split("\n")
+    return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
+
+
+def _turn_to_start() -> asyncio.Semaphore:
+    """Interpreters that start all at once take so long that every one of them misses its deadline."""
+    return _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(4, os.cpu_count() or 1)))
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _filled_in(values: Mapping[str, str], label: str) -> dict[str, str]:
+    """`values` with every `${NAME}` replaced by the environment variable."""
+
+    def variable(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise ConfigError(f"MCP server {label}: there is no environment variable {match[1]}")
+        return os.environ[match[1]]
+
+    return {key: _VARIABLE.sub(variable, value) for key, value in values.items()}
+
+
+def _argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
+    """Raises `WrongArguments` where arguments do not fit `schema`; says nothing of a schema it cannot use."""
+    from jsonschema.exceptions import SchemaError, best_match
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError:
+        return lambda arguments: None
+    validator = kind(schema, registry=Registry())  # with a registry of its own, it fetches nothing
+
+    def check(arguments: Mapping[str, Any]) -> None:
+        try:
+            problem = best_match(validator.iter_errors(dict(arguments)))
+        except Unresolvable:
+            return
+        if problem is not None:
+            where = ".".join(map(str, problem.absolute_path))
+            raise WrongArguments(_one_line((f"argument {where!r}: " if where else "") + problem.message))
+
+    return check
+
+
+def _text(result: Any) -> str:
+    """A tool's result as text: text as it is, of other kinds of content what they are."""
+    parts = []
+    for block in result.content:
+        if block.type == "text":
+            parts.append(block.text)
+        elif block.type == "resource" and hasattr(block.resource, "text"):
+            parts.append(block.resource.text)
+        elif block.type == "resource_link":
+            parts.append(str(block.uri))
+        else:
+            parts.append(f"[{block.type}]")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The error at the bottom of groups of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _is_closed(error: BaseException | None) -> bool:
+    return getattr(error, "code", None) == CONNECTION_CLOSED
+
+
+def _refused(error: BaseException) -> bool:
+    """Whether a server that is there would not have the handshake."""
+    from mcp import MCPError
+
+    cause = _cause(error)
+    return isinstance(cause, MCPError) and not _is_closed(cause)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _ERROR_LENGTH else f"{line[:_ERROR_LENGTH]}…"

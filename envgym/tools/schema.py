@@ -1,0 +1,163 @@
+"""What a function takes: the JSON schema of its arguments, and the check of a call against it.
+
+Both are pydantic's, of a model with a field for each parameter. Descriptions come from the annotations, and where
+these have none from the docstring, in the style of Google, NumPy or reST.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from envgym.errors import ConfigError, did_you_mean
+
+_MAPS_OF_SCHEMAS = ("properties", "$defs", "patternProperties", "dependentSchemas")
+_VALUES = ("default", "const", "enum", "examples")
+_SHOWN_PROBLEMS = 3
+
+
+class WrongArguments(Exception):
+    """Arguments that a tool does not take; the message is one line for the policy."""
+
+
+class Parameters:
+    """The parameters of a function, `noun` being what messages call it ("tool 'search'").
+
+    `description` is what the docstring says before its sections, `schema` the JSON schema of the arguments. Raises
+    `ConfigError` for a function that has none.
+    """
+
+    def __init__(self, function: Callable[..., Any], noun: str) -> None:
+        self._names, self._positional = [], []
+        fields: dict[str, Any] = {}
+        hints = _hints(function, noun)
+        self.description, said = _docstring(function)
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ConfigError(f"{noun} takes {parameter}: a tool has a fixed number of named parameters")
+            if parameter.name not in hints:
+                raise ConfigError(f"{noun}: parameter {parameter.name!r} needs a type, as in {parameter.name}: str")
+            if parameter.kind == parameter.POSITIONAL_ONLY:
+                self._positional.append(parameter.name)
+            self._names.append(parameter.name)
+            hint, default = _described(hints[parameter.name]), parameter.default
+            if isinstance(default, FieldInfo):
+                hint, default = Annotated[hint, default], default.get_default(call_default_factory=True)
+            default = ... if default is parameter.empty or default is PydanticUndefined else default
+            # Fields have names of our own: `copy` or `model_config` would not do for a pydantic model.
+            fields[f"field_{len(fields)}"] = (hint, Field(default, alias=parameter.name))
+        try:
+            self._model: type[BaseModel] = create_model("Arguments", **fields)
+            self.schema = _schema(self._model)
+        except PydanticUserError as error:
+            name, hint = _culprit({name: hints[name] for name in self._names})
+            shown = getattr(hint, "__name__", None) or str(hint)
+            # Of a type that it does not know, pydantic says only how to switch its checks off.
+            why = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
+            raise ConfigError(f"{noun}: parameter {name!r} is a {shown}, which has no JSON schema{why}") from None
+        for name, schema in self.schema["properties"].items():
+            if "description" not in schema and name in said:
+                schema["description"] = said[name]
+
+    def read(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The positional and the keyword arguments to call the function with. Raises `WrongArguments`."""
+        problems = [self._unknown(str(name)) for name in arguments if name not in self._names]
+        try:
+            values = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems += [_describe(problem) for problem in error.errors(include_url=False)]
+        if problems:
+            raise WrongArguments(" ".join("; ".join(problems[:_SHOWN_PROBLEMS]).split()))
+        read = {name: getattr(values, f"field_{index}") for index, name in enumerate(self._names)}
+        return [read.pop(name) for name in self._positional], read
+
+    def _unknown(self, name: str) -> str:
+        hint = did_you_mean(name, self._names) or f" There is {', '.join(self._names) or 'none'}."
+        return f"there is no argument {name[:60]!r}.{hint}"
+
+
+def _describe(problem: ErrorDetails) -> str:
+    where = ".".join(map(str, problem["loc"]))[:60]
+    if problem["type"] == "missing":
+        return f"argument {where!r} is missing"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return f"argument {where!r}: {reason[:1].lower()}{reason[1:]}, not {problem['input']!r:.60}"
+
+
+def _hints(function: Callable[..., Any], noun: str) -> dict[str, Any]:
+    """The parameters' types, those written as text resolved."""
+    annotated = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        hints = get_type_hints(annotated, include_extras=True)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise ConfigError(f"{noun}: its types cannot be resolved: {error}") from None
+    hints.pop("return", None)
+    return hints
+
+
+def _described(hint: Any) -> Any:
+    """`Annotated[int, "what it is"]` means a description; pydantic itself takes only `Field(description=…)`."""
+    if get_origin(hint) is not Annotated:
+        return hint
+    plain, *extras = get_args(hint)
+    extras = [Field(description=extra) if isinstance(extra, str) else extra for extra in extras]
+    return Annotated[(plain, *extras)]
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the function, and of each parameter."""
+    from docstring_parser import ParseError, parse
+
+    text = inspect.getdoc(function) or ""
+    if not inspect.isroutine(function):  # an instance: its class describes it, unless `__call__` does
+        text = inspect.getdoc(type(function).__call__) or text
+    try:
+        docstring = parse(text)
+    except ParseError:
+        return text.strip(), {}
+    said = {}
+    for parameter in docstring.params:
+        for name in parameter.arg_name.split(","):  # NumPy's `a, b : int`
+            said[name.strip()] = " ".join((parameter.description or "").split())
+    return (docstring.description or "").strip(), {name: text for name, text in said.items() if text}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a default that is not JSON is left out, which is right
+        schema = without_titles(model.model_json_schema())
+    return {"type": "object", "properties": {}, **schema}
+
+
+def without_titles(schema: Any) -> Any:
+    """A schema without the titles that pydantic makes of every name."""
+    if isinstance(schema, list):
+        return [without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {}
+    for key, value in schema.items():
+        if key in _MAPS_OF_SCHEMAS:
+            result[key] = {name: without_titles(inner) for name, inner in value.items()}
+        elif key in _VALUES:
+            result[key] = value
+        elif key != "title":
+            result[key] = without_titles(value)
+    return result
+
+
+def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
+    """The first parameter whose type pydantic cannot describe."""
+    for name, hint in hints.items():
+        try:
+            TypeAdapter(hint).json_schema()
+        except PydanticUserError:
+            return name, hint
+    return next(iter(hints.items()))

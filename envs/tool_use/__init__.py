@@ -1,0 +1,142 @@
+"""Tasks done with tools: Python functions or an MCP server's, and answers that are checked against the task's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from envgym.env import ListTasks, TaskSet
+from envgym.envs.code.sandbox import Limits, Sandbox
+from envgym.envs.code.tool import python_tool
+from envgym.errors import ConfigError
+from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
+from envgym.types import Action, Message, Task
+
+from .answers import Match, is_right
+from .lookup import LookupTasks, demonstration, held_out_tasks, lookup
+
+PYTHON = "python"
+"""Stands for the sandbox among the tools."""
+
+
+class McpSetting(McpServer):
+    shared: bool = False
+    """One session for all episodes, for servers without state that are slow to start."""
+
+
+class ToolUseConfig(ToolEnvConfig, DataEnvConfig):
+    """Without data the tasks are made here: the value of a key, which only the tool `get` tells."""
+
+    tools: tuple[str, ...] = ()
+    """Functions, as `file.py:name` or `package.module:name`, or `python` for the sandbox."""
+    mcp: tuple[McpSetting, ...] = ()
+    """MCP servers: `{command: [program, argument, …]}` or `{url: …}`."""
+    sandbox: Limits = Limits()
+    """What a program may use that the tool `python` runs."""
+    match: Match = "auto"
+    """How the final answer is compared with the task's."""
+    hops: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
+    """Without data: look-ups a task takes, drawn for each task; the value of the value of … a key."""
+    digits: int = Field(2, ge=2, le=9)
+    """Without data: digits of keys and values. Guessing is right in one of 9 * 10 ** (digits - 1) cases."""
+    call_share: float = Field(0.4, ge=0, le=1)
+    """Without data: share of the demonstrations that call the tool. The others give up, and would earn nothing."""
+
+
+class ToolUseEnv(ToolEnv):
+    """Pays 1 for a right final answer, 0 for anything else."""
+
+    spec: ToolUse
+
+    async def tools(self) -> list[Any]:
+        return await self.spec.tools_of(self.task)
+
+    def grade(self, action: Action) -> float:
+        return float(is_right(action.text, self.task.answer, self.spec.config.match))
+
+
+class ToolUse(DataEnvSpec):
+    """The tasks, the tools, and the sessions with MCP servers that episodes share."""
+
+    env_class = ToolUseEnv
+    agent = "tool_calling"
+    Config = ToolUseConfig
+    config: ToolUseConfig
+
+    def __init__(self, id: str, **kwargs: Any) -> None:
+        super().__init__(id, **kwargs)
+        config = self.config
+        if config.data is not None and not (config.tools or config.mcp):
+            raise ConfigError(f"environment {id}: which tools do the tasks need? set env.tools or env.mcp")
+        if config.data is None and (config.tools or config.mcp):
+            raise ConfigError(f"environment {id}: tools of your own need tasks: give it some with data.path=FILE")
+        self._tools: list[Tool] = []
+        self._sandbox: Sandbox | None = None
+        self._shared: dict[int, McpSession] = {}
+        self._sharing = asyncio.Lock()
+
+    async def setup(self) -> None:
+        await super().setup()
+        try:
+            self._tools = [await self._tool(name) for name in self.config.tools]
+            # Each server is started now: what is wrong with it is told before the first episode.
+            sessions = await asyncio.gather(*(self._session(index) for index in range(len(self.config.mcp))))
+            ToolBox([*self._tools, *(tool for session in sessions for tool in session.tools)])
+            await self._close([index for index, server in enumerate(self.config.mcp) if not server.shared])
+        except BaseException:
+            await self.teardown()
+            raise
+
+    async def teardown(self) -> None:
+        await self._close(list(self._shared))
+        if self._sandbox is not None:
+            await self._sandbox.close()
+            self._sandbox = None
+        await super().teardown()
+
+    async def tools_of(self, task: Task) -> list[Tool | McpServer]:
+        """The tools of one episode; a server among them gets a session of its own."""
+        if self.config.data is None:
+            return [Tool.of(lookup(task))]
+        tools: list[Tool | McpServer] = [*self._tools]
+        for index, server in enumerate(self.config.mcp):
+            tools += (await self._session(index)).tools if server.shared else [server]
+        return tools
+
+    def own_tasks(self, split: str) -> TaskSet:
+        if split == "train":
+            return LookupTasks(self.config.hops, self.config.digits)
+        return ListTasks(held_out_tasks(self.config.hops, self.config.digits))
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The calls and the answer; or, by the seed, a turn that gives up."""
+        if self.config.data is not None:
+            return super().demonstrations(task, seed)
+        rng = random.Random(f"{task.id} {seed}")
+        return demonstration(task, calls=rng.random() < self.config.call_share, rng=rng)
+
+    async def _tool(self, name: str) -> Tool:
+        if name != PYTHON:
+            return load_tool(name)
+        self._sandbox = Sandbox(self.config.sandbox)
+        await self._sandbox.start()
+        # A program has limits of its own, and waiting for its turn is not its fault: only the whole call's deadline
+        # stands above those.
+        return Tool.of(python_tool(self._sandbox), timeout=self.config.call_timeout)
+
+    async def _session(self, index: int) -> McpSession:
+        """The shared session with a server, opened anew where it has died."""
+        async with self._sharing:
+            session = self._shared.get(index)
+            if session is None or not session.alive:
+                session = self._shared[index] = self.config.mcp[index].session()
+                await session.start()
+            return session
+
+    async def _close(self, indices: list[int]) -> None:
+        sessions = [self._shared.pop(index) for index in indices if index in self._shared]
+        await asyncio.gather(*(session.close() for session in sessions))

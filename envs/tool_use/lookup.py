@@ -1,0 +1,86 @@
+"""Tasks that only a tool can answer: what value a key has in a table that nobody is shown, and that each task has
+anew."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+
+from envgym.env import TaskSet
+from envgym.types import Message, Task, TextPart, ToolCall
+
+TEST_TASKS = 512
+TEST_SHARE = 1 / 8  # of all keys
+UNAIDED = ("I do not know.", "No idea.")
+"""What demonstrations say that do not call the tool."""
+
+
+class LookupTasks(TaskSet):
+    """Train tasks: task `index` is a function of `index` alone."""
+
+    def __init__(self, hops: Sequence[int], digits: int) -> None:
+        self._hops, self._digits = hops, digits
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+    async def get(self, index: int) -> Task:
+        return _task(f"train-{index}", self._hops, self._digits, held_out=False)
+
+
+def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
+    """The 512 test tasks. They begin with keys that no train task begins with."""
+    return [_task(f"test-{index}", hops, digits, held_out=True) for index in range(TEST_TASKS)]
+
+
+def lookup(task: Task) -> Callable[[int], int]:
+    """The tool, with the table of `task` behind it."""
+
+    def get(key: int) -> int:
+        """Get the value of a key."""
+        return value_of(task, key)
+
+    return get
+
+
+def value_of(task: Task, key: int) -> int:
+    """The value of `key` in the table of `task`: as many digits, another number, and no telling which."""
+    rng = random.Random(f"{task.id} {key}")
+    start = 10 ** (task.fields["digits"] - 1)
+    value = rng.randrange(start, 10 * start - 1)
+    return value + (value >= key)  # any but the key
+
+
+def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | Message]:
+    """The turns that answer `task` by calling the tool, or a turn that gives up."""
+    if not calls:
+        return [rng.choice(UNAIDED)]
+    turns: list[str | Message] = []
+    key = task.fields["key"]
+    for _ in range(task.fields["hops"]):
+        call = ToolCall("", "get", {"key": key})
+        turns.append(Message("assistant", (TextPart(""),), (call,)))
+        key = value_of(task, key)
+    return [*turns, str(key)]
+
+
+def is_held_out(key: int) -> bool:
+    """Whether test tasks begin with this key, by a hash that is the same everywhere."""
+    digest = hashlib.sha256(f"key {key}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
+
+
+def _task(id: str, hops: Sequence[int], digits: int, *, held_out: bool) -> Task:
+    rng = random.Random(f"lookup {id}")
+    n_hops = rng.choice(list(hops))
+    key = -1
+    while key < 0 or is_held_out(key) != held_out:
+        key = rng.randrange(10 ** (digits - 1), 10**digits)
+    fields = {"key": key, "hops": n_hops, "digits": digits}
+    task = Task(id=id, prompt=f"Value of {'the value of ' * (n_hops - 1)}{key}?", fields=fields, difficulty=n_hops)
+    answer = key
+    for _ in range(n_hops):
+        answer = value_of(task, answer)
+    return Task(task.id, task.prompt, answer, fields, float(n_hops))
