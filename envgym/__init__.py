@@ -13,18 +13,23 @@ if TYPE_CHECKING:
     from .api import evaluate, train
     from .env import Env, EnvConfig, EnvSpec, ListTasks, TaskSet
     from .registry import make, register, spec
+    from .rewards import Reward, reward
+    from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
     from .types import Action, Episode, Message, Observation, Task
 
 _HOME = {
     "Action": "types", "Episode": "types", "Message": "types", "Observation": "types", "Task": "types",
     "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "ListTasks": "env", "TaskSet": "env",
     "make": "registry", "register": "registry", "spec": "registry",
+    "reward": "rewards", "Reward": "rewards",
+    "McpServer": "tools", "Tool": "tools", "ToolEnv": "tools", "ToolEnvConfig": "tools",
     "train": "api", "evaluate": "api",
 }  # fmt: skip
 
 __all__ = [
-    "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "ListTasks", "Message", "Observation", "Task", "TaskSet",
-    "evaluate", "make", "register", "registry", "spec", "train",
+    "Action", "Env", "EnvConfig", "EnvSpec", "Episode", "ListTasks", "McpServer", "Message", "Observation", "Reward",
+    "Task", "TaskSet", "Tool", "ToolEnv", "ToolEnvConfig", "evaluate", "make", "register", "registry", "reward",
+    "spec", "train",
 ]  # fmt: skip
 
 

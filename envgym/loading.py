@@ -50,21 +50,29 @@ def load_function(target: str, noun: str) -> Callable[..., Any]:
     where, name = split_target(target)
     if not name:
         raise NameNotFound(f"{target} names no {noun}: write {target}:NAME")
-    value = _attribute(import_target(where), where, name)
-    if not callable(value) or isinstance(value, type):
+    function: Callable[..., Any] = _attribute(import_target(where), where, name)
+    if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{target} is not usable as {noun}: it must be a function")
-    return value
+    return function
 
 
 def check_class(value: object, target: str, bases: tuple[type, ...], noun: str) -> type[Any]:
-    """Return `value` if it is a concrete subclass of one of `bases`, else raise `ConfigError`."""
+    """Return `value` (or what stands for it) if it is a concrete subclass of one of `bases`, else raise
+    `ConfigError`."""
+    value = class_of(value)
     if not (isinstance(value, type) and issubclass(value, bases)):
         wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
-        raise ConfigError(f"{target} is not usable as {noun}: it must be a subclass of {wanted}")
+        hint = " (or decorate it with @envgym.reward)" if inspect.isfunction(value) and noun == "environment" else ""
+        raise ConfigError(f"{target} is not usable as {noun}: it must be a subclass of {wanted}{hint}")
     if inspect.isabstract(value):
         missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
         raise ConfigError(f"{target} is not usable as {noun}: it does not define {missing}")
     return value
+
+
+def class_of(value: object) -> object:
+    """The class that a function stands for, where a decorator made it an environment; else `value` itself."""
+    return getattr(value, "__environment__", value) if inspect.isfunction(value) else value
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -89,7 +97,7 @@ def _attribute(module: ModuleType, where: str, name: str) -> Any:
 def _only_class(module: ModuleType, where: str, bases: tuple[type, ...], noun: str) -> type[Any]:
     defined = [
         value
-        for value in vars(module).values()
+        for value in map(class_of, vars(module).values())
         if isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
     ]
     # An EnvSpec that names its Env class speaks for it, and a class for those it was derived from.
@@ -98,7 +106,8 @@ def _only_class(module: ModuleType, where: str, bases: tuple[type, ...], noun: s
     candidates = [cls for cls in dict.fromkeys(defined) if cls not in spoken_for]
     if not candidates:
         wanted = " or ".join(base.__name__ for base in bases)
-        raise NameNotFound(f"{where} defines no {noun}: no subclass of {wanted} in it")
+        hint = ", no function decorated with @envgym.reward" if noun == "environment" else ""
+        raise NameNotFound(f"{where} defines no {noun}: no subclass of {wanted} in it{hint}")
     if len(candidates) > 1:
         names = " or ".join(f"{where}:{cls.__name__}" for cls in candidates)
         raise NameNotFound(f"{where} defines more than one {noun}: choose {names}")

@@ -5,7 +5,10 @@ means the newest. Gymnasium's own registry holds its own environments in one glo
 is optional here, so this is code of ours; tests hold its grammar and its suggestions to Gymnasium's.
 
 Packages offer theirs by entry points of the groups `envgym.envs`, `envgym.learners` and `envgym.agents`. They
-are read when a name is first looked up, and a class is imported when it is asked for.
+are read when a name is first looked up, and a class is imported when it is asked for. Those of the group `envgym.files`
+make environments of files that are written for another program: each is a function of a file's path and of the name
+behind it (`file.py:Name`, else empty) that returns an `EnvSpec` subclass, or None where the file is not one of those.
+They are asked before the file is imported.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ import importlib.metadata
 import json
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from .env import CheckedEnv, Env, EnvSpec
 from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
-from .loading import absolute_target, check_class, load_class, names_file
+from .loading import absolute_target, check_class, load_class, load_function, names_file, split_target
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -39,8 +43,9 @@ class Registration:
 _registered: dict[str, Registration] = {}
 
 
-def register(id: str, entry_point: str | type[Env] | type[EnvSpec], /, **kwargs: Any) -> None:
-    """Make `id` stand for an environment: an `Env` or `EnvSpec` subclass, or `"module:Class"` of one.
+def register(id: str, entry_point: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs: Any) -> None:
+    """Make `id` stand for an environment: an `Env` or `EnvSpec` subclass, a function that `envgym.reward` decorates, or
+    where to find one (`"module:Name"`).
 
     `kwargs` are settings it has unless told otherwise. Registering an id again replaces it, with a warning.
     Raises `ConfigError` for a malformed id, and where a name would have both versions and none.
@@ -52,6 +57,8 @@ def register(id: str, entry_point: str | type[Env] | type[EnvSpec], /, **kwargs:
         raise ConfigError(f"cannot register {id!r} beside {others[0]!r}: give all of a name's ids a version, or none")
     if id in _registered:
         warnings.warn(f"environment {id!r} is registered anew", stacklevel=2)
+    if not isinstance(entry_point, str):
+        entry_point = check_class(entry_point, id, (EnvSpec, Env), "environment")
     _registered[id] = Registration(id, entry_point, kwargs)
 
 
@@ -153,10 +160,22 @@ def _nearest(namespace: str | None, name: str) -> str:
 
 
 def _build(id: str, target: str | type[Any], kwargs: dict[str, Any]) -> EnvSpec:
-    bases = (EnvSpec, Env)
-    cls = load_class(target, bases, "environment") if isinstance(target, str) else target
-    check_class(cls, id, bases, "environment")
-    return cls(id, **kwargs) if issubclass(cls, EnvSpec) else EnvSpec(id, cls, **kwargs)
+    cls = load_env_class(target) if isinstance(target, str) else target
+    if issubclass(cls, EnvSpec):
+        return cls(id, **kwargs)
+    spec_class: type[EnvSpec] = cls.spec_class
+    return spec_class(id, cls, **kwargs)
+
+
+def load_env_class(target: str) -> type[Any]:
+    """The `Env` or `EnvSpec` class that a file or an import path (`file.py[:Name]`, `package.module:Name`) names."""
+    file, name = split_target(target)
+    if names_file(file):
+        for offered in _offered("envgym.files").values():
+            adapt = load_function(offered, "adapter of files")
+            if (adapted := adapt(Path(file).expanduser().resolve(), name)) is not None:
+                return check_class(adapted, target, (EnvSpec,), "environment")
+    return load_class(target, (EnvSpec, Env), "environment")
 
 
 def _registrations() -> dict[str, Registration]:

@@ -24,7 +24,7 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.reward",
+        "envgym.registry", "envgym.rewards", "envgym.processes", "envgym.loading", "envgym.fingerprint",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",

@@ -1,0 +1,231 @@
+"""A file written for OpenRLHF in a process of its own: what runs there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from envgym.errors import ConfigError, InvalidStep
+from envgym.loading import import_target, load_function, split_target
+from envgym.rewards.functions import Reward, column, finite_metrics, number, run
+
+from .engine import EngineProxy, QueueProxy, Run
+from .playing import Playing, Said
+from .reading import finite_logs, flat, plain, valid_score
+from .sampling import SamplingParams, overrides
+from .stand_in import install
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators, which are this process's own, so that what a file draws can be repeated."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+class RewardHost:
+    """Calls `reward_func(queries, prompts, labels)`."""
+
+    def __init__(self, target: str) -> None:
+        install()
+        self._function = load_function(target, "reward function")
+        self._name = self._function.__name__
+
+    def ping(self) -> None:
+        """A sign of life."""
+
+    async def group(
+        self, queries: list[str], prompts: list[str], labels: list[Any], seed: int
+    ) -> list[Reward | InvalidStep]:
+        """What the function says of each answer."""
+        seed_generators(seed)
+        result = await run(self._function, queries, prompts, labels)
+        return read_rewards(result, len(queries), self._name)
+
+
+def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidStep]:
+    """A dict of `rewards`, `scores` and `extra_logs`, or rewards alone, as what is said of each answer.
+
+    Of `extra_logs`, what has a number for each answer is a metric of that answer's, and a single number one of all.
+    Without scores, rewards in [0, 1] are scores; what is outside is none and is counted (`invalid_scores`).
+    """
+    table = result if isinstance(result, Mapping) else {"rewards": result}
+    if table.get("rewards") is None:
+        raise InvalidStep(f"{name} returned no 'rewards', only {', '.join(map(str, table)) or 'an empty dict'}")
+    rewards = _column(table["rewards"], count, f"{name} returned as rewards")
+    scores = [None] * count if table.get("scores") is None else _column(table["scores"], count, f"{name}, scores:")
+    said: list[Reward | InvalidStep] = []
+    for index in range(count):
+        try:
+            reward = number(rewards[index], f"{name} returned the reward")
+            if reward is None:
+                raise InvalidStep(f"{name} returned None as a reward")
+            score = number(scores[index], f"{name} returned the score")
+            metrics = finite_metrics(_logged(table.get("extra_logs"), index, count))
+            if score is not None and valid_score(score) is None:
+                metrics["invalid_scores"] = 1.0
+            said.append(Reward(reward, valid_score(score), metrics))
+        except InvalidStep as error:
+            said.append(error)
+    return said
+
+
+def _column(value: Any, count: int, what: str) -> list[Any]:
+    values = flat(value)
+    return column(values if isinstance(values, list) else [values], count, what)
+
+
+def _logged(logs: Any, index: int, count: int) -> dict[str, Any]:
+    """What `extra_logs` says of the answer at `index`."""
+    logged: dict[str, Any] = {}
+    for name, value in (logs if isinstance(logs, Mapping) else {}).items():
+        values = flat(value)
+        if isinstance(values, list):
+            if len(values) == count:
+                logged[str(name)] = values[index]
+            elif len(values) == 1:
+                logged[str(name)] = values[0]
+        else:
+            logged[str(name)] = values
+    return {name: value for name, value in logged.items() if not isinstance(value, str)}
+
+
+class AgentHost:
+    """Holds the file's agents, one for each episode, or lets its executor play whole episodes."""
+
+    def __init__(self, target: str) -> None:
+        install()
+        file, name = split_target(target)
+        module = import_target(file)
+        agent = importlib.import_module("openrlhf.utils.agent")  # the real one where it is installed
+        self._name = name
+        self._instance_class = getattr(module, "AgentInstance", None)
+        self._executor_class = getattr(module, name, None) or agent.MultiTurnAgentExecutor
+        if not isinstance(self._executor_class, type):
+            raise ConfigError(f"{target} is not a class")
+        bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
+        self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
+        self._executor: Any = None
+        self._tokenizer: Any = None
+        self._playing: dict[str, Playing] = {}
+        self._sampling: dict[str, dict[str, Any]] = {}
+        self._runs: dict[str, Run] = {}
+
+    def ping(self) -> None:
+        """A sign of life."""
+
+    def executes(self) -> bool:
+        """Whether the executor has an `execute` of its own, which drives the model itself."""
+        return self._executes
+
+    # -- reset and step ---------------------------------------------------------------------------------------
+
+    async def reset(self, key: str, prompt: str, label: Any, sampling: dict[str, Any]) -> str:
+        """Make the episode's agent and return its first observation. `sampling` are the run's parameters."""
+        await self.close_episode(key)
+        executor = self._make_executor({})
+        instance_class = getattr(executor, "agent_instance_cls", None) or self._instance_class
+        self._playing[key] = await Playing.begin(instance_class, prompt, label, SamplingParams.of(sampling))
+        self._sampling[key] = sampling
+        return self._playing[key].text
+
+    async def step(self, key: str, action_text: str) -> tuple[Said, dict[str, float], dict[str, Any]]:
+        """What the agent says to an action, all it has logged, and what it changes of the sampling parameters."""
+        playing = self._playing[key]
+        said = await playing.step(action_text)
+        return said, dict(playing.logs), overrides(playing.sampling, self._sampling[key])
+
+    async def close_episode(self, key: str) -> None:
+        if (playing := self._playing.pop(key, None)) is not None:
+            await playing.close()
+        if (run := self._runs.pop(key, None)) is not None:
+            run.cancel()
+
+    # -- execute ----------------------------------------------------------------------------------------------
+
+    def knows_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def learn_tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    async def begin(self, key: str, prompt: str | list[dict[str, Any]], label: Any, policy: dict[str, Any]) -> None:
+        """Start an episode's `execute`. `policy` has `sampling`, `max_length` and `max_steps`."""
+        sampling = policy["sampling"]
+        if not isinstance(prompt, str):
+            prompt = str(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        engine = EngineProxy()
+        executor = self._make_executor(
+            {
+                "max_steps": policy["max_steps"],
+                "max_length": policy["max_length"],
+                "llm_engine": engine,
+                "hf_tokenizer": self._tokenizer,
+                "result_queue": QueueProxy(),
+            }
+        )
+        known = {
+            "max_length": policy["max_length"],
+            "hf_tokenizer": self._tokenizer,
+            "llm_engine": engine,
+            "images": None,
+        }
+        takes = inspect.signature(executor.execute).parameters.values()
+        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes)
+        names = {parameter.name for parameter in takes}
+        more = {name: value for name, value in known.items() if takes_any or name in names}
+        self._runs[key] = run = Run(self._tokenizer, sampling)
+        run.start(executor.execute(prompt, label, SamplingParams.of(sampling), **more))
+
+    async def next(self, key: str) -> tuple[str, Any]:
+        """The next thing that an episode's `execute` asks for, or its result."""
+        kind, value = await self._runs[key].next()
+        return kind, read_result(value) if kind == "result" else value
+
+    def answer(self, key: str, number: int, generation: dict[str, Any] | None) -> None:
+        self._runs[key].answer(number, generation)
+
+    def _make_executor(self, known: dict[str, Any]) -> Any:
+        """The file's executor, which all episodes in this process share. The older interface's constructor is given
+        what it names."""
+        if self._executor is None:
+            parameters = inspect.signature(self._executor_class).parameters
+            if self._executor_class.__module__.partition(".")[0] in ("openrlhf", "envgym"):
+                arguments = {"agent_instance_cls": self._instance_class}
+            else:
+                arguments = {name: known.get(name) for name in OLDER if name in parameters}
+            try:
+                self._executor = self._executor_class(**arguments)
+            except TypeError as error:
+                raise ConfigError(f"{self._name}(…) cannot be made with {list(arguments)}: {error}") from error
+        return self._executor
+
+
+OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+"""What the constructor of an executor is given, where it names it."""
+
+
+def read_result(result: Any) -> dict[str, Any]:
+    """What `execute` returned, as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
+    if not isinstance(result, Mapping) or "reward" not in result:
+        raise InvalidStep(f"execute must return a dict with 'reward' (and observation_tokens, …), not {result!r:.80}")
+    score = number(result.get("scores"), "execute returned the scores")
+    metrics = finite_logs(result.get("extra_logs"))
+    if score is not None and valid_score(score) is None:
+        metrics["invalid_scores"] = 1.0
+    tokens, ranges = result.get("observation_tokens"), result.get("action_ranges")
+    return {
+        "reward": number(result["reward"], "execute returned the reward"),
+        "turn_rewards": result.get("turn_rewards"),
+        "score": valid_score(score),
+        "metrics": metrics,
+        "truncated": bool(result.get("truncated", False)),
+        "tokens": None if tokens is None else [int(id) for id in flat(tokens)],
+        "ranges": None if ranges is None else [(int(start), int(end)) for start, end in plain(ranges)],
+    }
