@@ -1,0 +1,81 @@
+"""What the checks of one environment share: the environment, tasks to play, and how long they may take."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError
+from envgym.types import Message, Task
+
+from .play import Played, Script
+from .scripts import monkey, shown
+
+DEMONSTRATION_SEEDS = 8
+"""Seeds among which the variants of a task's demonstration are looked for."""
+
+
+class Clock:
+    """The seconds that one check may spend on more of the same. What must be done is done all the same."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def is_up(self) -> bool:
+        return time.monotonic() > self._end
+
+
+@dataclass(slots=True)
+class Subject:
+    """The environment under examination, set up, in the process that examines it."""
+
+    spec: EnvSpec
+    name: str
+    settings: dict[str, object]
+    is_remote: bool = False
+    episodes: list[Played] = field(default_factory=list)
+    """Every episode that was played so far to see what it is like."""
+    working_directory: str = field(default_factory=os.getcwd)
+    demonstration_error: str = ""
+    _demonstrations: dict[str, list[list[str | Message]]] = field(default_factory=dict)
+
+    @property
+    def needs_services(self) -> list[str]:
+        """The names of the services it declares."""
+        return sorted({name for part in (self.spec, *self.spec.parts()) for name in part.services})
+
+    async def tasks(self, count: int, split: str = "train") -> list[Task]:
+        """Up to `count` different tasks: the first, and others from all over the split. The same at every call."""
+        tasks = self.spec.tasks(split)
+        rng = random.Random(f"tasks {split}")
+        indices: Sequence[int] = range(tasks.reach)
+        if len(indices) > count:
+            indices = [0, *rng.sample(indices[1:], count - 1)]
+        return [await tasks.get(index) for index in indices]
+
+    def demonstrations(self, task: Task) -> list[list[str | Message]]:
+        """The variants there are; none where the environment has none."""
+        if task.key not in self._demonstrations:
+            variants: dict[str, list[str | Message]] = {}
+            try:
+                for seed in range(DEMONSTRATION_SEEDS):
+                    turns = list(self.spec.of(task).demonstrations(task, seed))
+                    variants[repr(turns)] = turns
+            except ConfigError:  # it has none
+                variants = {}
+            except Exception as error:
+                self.demonstration_error = self.demonstration_error or f"{type(error).__name__}: {error}"
+            self._demonstrations[task.key] = list(variants.values())
+        return self._demonstrations[task.key]
+
+    def scripts(self, task: Task) -> dict[str, Script]:
+        """What is played to see how the environment behaves: a few monkeys, and a demonstration where there is one."""
+        named: dict[str, Script] = {f"monkey {number}": monkey(number) for number in range(2)}
+        if variants := self.demonstrations(task):
+            named["demonstration"] = shown(variants[0])
+        return named

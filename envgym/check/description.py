@@ -1,0 +1,133 @@
+"""Whether an environment can be written down and rebuilt, and what its tasks are like."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+
+from envgym.env import TaskSet
+from envgym.errors import EnvgymError
+from envgym.fingerprint import task_hash
+from envgym.registry import spec_from_json
+from envgym.types import Task
+
+from .context import Subject
+from .report import Finding, failed, listed, not_applicable, ok, warning
+
+SAMPLE = 500
+"""Tasks looked at in each split."""
+
+
+async def check(subject: Subject) -> list[Finding]:
+    train, test = await subject.tasks(SAMPLE), await subject.tasks(SAMPLE, "test")
+    return [settings(subject), await tasks(subject, train, test), splits(train, test), fingerprints(subject)]
+
+
+def settings(subject: Subject) -> Finding:
+    """The description rebuilds an equal environment."""
+    name = "settings"
+    try:
+        text = subject.spec.to_json()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        advice = "use types for the fields of Config that pydantic can write as JSON (numbers, text, lists, models)"
+        return failed(name, f"they cannot be written as JSON: {reason}", advice)
+    try:
+        rebuilt = spec_from_json(text)
+        again = rebuilt.to_json()
+    except Exception as error:
+        return failed(name, f"{text} cannot be read back: {error}", "Config must accept what it writes as JSON")
+    if rebuilt != subject.spec:
+        return failed(name, f"{text} reads back as {again}", "validators of Config must leave alone what they returned")
+    return ok(name, f"rebuilt from {text:.100}")
+
+
+async def tasks(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -> Finding:
+    """Sizes, ids, and that a task is always the same one."""
+    name = "tasks"
+    wrong: list[str] = []
+    sizes = []
+    for split, sample in (("train", train), ("test", test)):
+        own = subject.spec.tasks(split)
+        sizes.append(f"{split}: {'no end' if own.size is None else own.size}")
+        if own.size is not None and not subject.is_remote and not await _ends(own, own.size):
+            wrong.append(f"get({own.size}) of {split} raises no IndexError, though the size is {own.size}")
+        counts: dict[str, int] = {}
+        for task in sample:
+            counts[task.key] = counts.get(task.key, 0) + 1
+        if repeated := [key for key, count in counts.items() if count > 1]:
+            wrong.append(f"ids of {split} that several tasks have: {listed(repeated)}")
+        wrong += [f"task {task.key} {reason}" for task in sample[:50] if (reason := _not_data(task))]
+    again = await subject.tasks(SAMPLE)
+    if changed := [t.key for t, other in zip(train, again, strict=True) if task_hash(t) != task_hash(other)]:
+        wrong.append(f"tasks that are others when asked for again: {listed(changed)}")
+    if wrong:
+        return failed(name, "; ".join(wrong[:3]), "tasks are data: one id each, always the same, and of JSON's types")
+    found = f"{', '.join(sizes)}; {len(train) + len(test)} looked at, their ids are unique"
+    if not train:
+        return warning(name, found, "there is nothing to train on")
+    return ok(name, found)
+
+
+def splits(train: Sequence[Task], test: Sequence[Task]) -> Finding:
+    """No held-out task is trained on."""
+    name = "splits"
+    if not train or not test:
+        return not_applicable(name, f"there are no {'held-out' if train else 'training'} tasks")
+    by_prompt = len({_content(task, by_prompt=True) for task in train}) > 1
+    known = {_content(task, by_prompt) for task in train}
+    shared = [task.key for task in test if _content(task, by_prompt) in known]
+    if shared:
+        return failed(
+            name,
+            f"{len(shared)} of {len(test)} held-out tasks are also among {len(train)} that are trained on: "
+            f"{listed(shared)}",
+            "hold out by the problem, not by its number: the same prompt must not be on both sides",
+        )
+    return ok(name, f"none of {len(test)} held-out tasks is among {len(train)} that are trained on")
+
+
+def fingerprints(subject: Subject) -> Finding:
+    """Hashes by which scores can be compared over time."""
+    name = "fingerprints"
+    try:
+        first, again = subject.spec.fingerprint(), subject.spec.fingerprint()
+    except Exception as error:
+        return failed(name, f"fingerprint() raised {type(error).__name__}: {error}", "leave fingerprint as it is")
+    if first != again:
+        return failed(name, f"{first}, then {again}", "a fingerprint depends on nothing but code and settings")
+    if missing := [key for key in ("code", "spec") if not first.get(key)]:
+        advice = "define it in a file: what is typed in cannot be told from another version of it"
+        return warning(name, f"none of its {' and '.join(missing)}", advice)
+    return ok(name, ", ".join(f"{key} {value}" for key, value in first.items()))
+
+
+async def _ends(tasks: TaskSet, size: int) -> bool:
+    try:
+        await tasks.get(size)
+    except IndexError:
+        return True
+    except EnvgymError:
+        return True
+    return False
+
+
+def _not_data(task: Task) -> str:
+    """Why a task cannot travel; empty where it can."""
+    try:
+        pickle.dumps(task)
+        json.dumps([task.answer, dict(task.fields)])
+    except Exception as error:
+        return f"cannot be written as JSON ({type(error).__name__}: {error})"
+    return ""
+
+
+def _content(task: Task, by_prompt: bool) -> str:
+    """What is asked, whatever it is called: the prompt, or, where that is always the same, all that makes a problem."""
+    prompt = task.prompt if isinstance(task.prompt, str) else [message.as_dict() for message in task.prompt]
+    if by_prompt:
+        return json.dumps([task.env, prompt])
+    made_from = [task.answer, dict(task.fields), task.seed]
+    parts = [task.env, prompt, *(made_from if made_from != [None, {}, None] else [task.id])]
+    return json.dumps(parts, sort_keys=True, default=str)

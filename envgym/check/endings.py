@@ -1,0 +1,186 @@
+"""What happens after the end: of an episode, of an instance, of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from envgym.registry import spec
+from envgym.services import start_services
+from envgym.types import Action
+from envgym.workers.guard import descendants, stat
+
+from .context import Subject
+from .play import CLOSE_SECONDS, Played, difference, play
+from .report import Finding, failed, listed, not_applicable, ok
+from .scripts import monkey
+
+CYCLES = 3
+"""Times the environment is set up, played and torn down: what is left each time is a leak."""
+PATIENCE_SECONDS = 3.0
+"""How long what has been closed may take to be gone."""
+
+
+async def check(subject: Subject, repeatable: bool) -> list[Finding]:
+    """`repeatable`: whether the same episode twice is the same, so that two can be compared."""
+    return [await _after_the_end(subject, repeatable), await _close(subject)]
+
+
+async def _after_the_end(subject: Subject, repeatable: bool) -> Finding:
+    name = "after the end"
+    for number, task in enumerate(await subject.tasks(2)):
+        for script_name, script in subject.scripts(task).items():
+            fresh = await play(subject.spec, task, number, script, script_name)
+            if not fresh.ended:
+                continue
+            env = subject.spec.of(task).make()
+            try:
+                options = {"task": task}
+                await env.reset(seed=number, options=options)
+                for turn in fresh.turns:
+                    answer = await env.step(turn.action)
+                    if answer[2] or answer[3]:
+                        break
+                try:
+                    await env.step(Action("more"))
+                except Exception:
+                    again = await play(subject.spec, task, number, script, script_name, env=env)
+                    return _reset_again(fresh, again, repeatable)
+                advice = "raise ResetNeeded from a step that comes after the last"
+                return failed(name, "a step after the end is answered as if nothing had happened", advice)
+            finally:
+                await _quietly(env.close)
+    return not_applicable(name, "no episode came to an end")
+
+
+def _reset_again(fresh: Played, again: Played, repeatable: bool) -> Finding:
+    name = "after the end"
+    if again.error is not None and fresh.error is None:
+        advice = "reset must begin anew whatever came before"
+        return failed(name, f"an instance cannot be reset again: {again.problem()}", advice)
+    if repeatable and (found := difference(fresh.heard(), again.heard())):
+        advice = "let reset set everything that an episode changes"
+        return failed(name, f"an instance that is reset plays another episode than a new one: {found}", advice)
+    return ok(name, "a step is refused; the instance can be reset, and then plays as a new one does")
+
+
+async def _close(subject: Subject) -> Finding:
+    """After an episode, twice, in the middle of one, and before any."""
+    name = "close"
+    task = (await subject.tasks(1))[0]
+    for when, resets, closes in (
+        ("after a reset", True, 1),
+        ("a second time", True, 2),
+        ("before any reset", False, 1),
+    ):
+        env = subject.spec.of(task).make()
+        try:
+            if resets:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await env.reset(seed=0, options={"task": task})
+            for _ in range(closes):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await env.close()
+        except Exception as error:
+            said = (
+                f"takes longer than {CLOSE_SECONDS:g} s"
+                if isinstance(error, TimeoutError)
+                else f"raises {error!r:.100}"
+            )
+            advice = "close is called in every path, also after a reset that failed: let it release what there is"
+            return failed(name, f"close {when} {said}", advice)
+    return ok(name, "harmless in the middle of an episode, twice, and before a reset")
+
+
+async def _quietly(close: Callable[[], Any]) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await close()
+    except Exception:
+        return
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is left behind
+
+
+async def left_behind(subject: Subject) -> Finding:
+    """Threads, processes and open files after the environment was torn down. The process must have closed its own."""
+    name = "left behind"
+    if sys.platform != "linux":
+        return not_applicable(name, "it is read from /proc, which is Linux's")
+    await _cycle(subject)  # what is made once and kept, with the first use of a library, is no leak
+    before = _resources()
+    cycles = 1 if subject.needs_services else CYCLES
+    for _ in range(cycles):
+        await _cycle(subject)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    left = _left(before, cycles)
+    while left and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+        left = _left(before, cycles)
+    if left:
+        advice = "release in close what reset and step acquire, and in teardown what setup does"
+        return failed(name, f"after {cycles} rounds of set-up, episodes and teardown there are {left}", advice)
+    return ok(name, "no threads, processes or open files")
+
+
+async def _cycle(subject: Subject) -> None:
+    fresh = spec(subject.name, **subject.settings)
+    async with start_services(fresh, now=False):
+        again = Subject(fresh, subject.name, subject.settings)
+        for task in await again.tasks(2):
+            await play(fresh, task, 0, monkey(0), "cycle")
+
+
+def _resources() -> dict[str, dict[Any, str]]:
+    gc.collect()
+    loop = asyncio.get_running_loop()
+    kept = getattr(getattr(loop, "_default_executor", None), "_threads", ())  # those of asyncio.to_thread
+    threads = {t.ident: t.name for t in threading.enumerate() if t not in kept}
+    return {"threads": threads, "processes": _processes(), "open files": _open_files()}
+
+
+def _left(before: dict[str, dict[Any, str]], cycles: int) -> str:
+    """What there is more of than before, at least one for each cycle; processes, one at all."""
+    found = []
+    for kind, now in _resources().items():
+        new = [what for key, what in now.items() if key not in before[kind]]
+        if len(new) >= cycles:
+            found.append(f"{len(new)} {kind} more ({listed(dict.fromkeys(new))})")
+        elif kind == "processes" and now:
+            found.append(f"{len(now)} {kind} ({listed(now.values())})")
+    return " and ".join(found)
+
+
+def _processes() -> dict[int, str]:
+    """Children and theirs, by what they run; but for those that have ended, and multiprocessing's own helpers."""
+    found = {}
+    for pid in descendants({os.getpid()}) - {os.getpid()}:
+        fields = stat(pid)
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it has ended meanwhile
+            continue
+        own_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+        if fields and fields[0] != "Z" and not own_helper:
+            found[pid] = command[:60]
+    return found
+
+
+def _open_files() -> dict[Any, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:  # the listing's own
+            continue
+        found[entry.name, target] = target
+    return found

@@ -1,0 +1,126 @@
+"""How long the environment's calls take, and whether it holds up the event loop that all episodes share."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from envgym.types import Task
+
+from .context import Clock, Subject
+from .play import Played, Player, Script
+from .report import Finding, failed, not_applicable, ok, warning
+
+SLOW_SECONDS = 1.0
+"""A median call above this is worth a word: a step of training waits for its slowest episode."""
+HOLD_SECONDS = 0.05
+"""No call may keep the event loop to itself for longer: every other episode, and the engine's answers, wait."""
+REPEATS = 3
+"""Times a call is repeated: what a busy machine delays once, it does not delay each time."""
+BEAT_SECONDS = 0.005
+SECONDS = 8.0
+
+
+async def check(subject: Subject) -> list[Finding]:
+    clock = Clock(SECONDS)
+    resets: list[float] = []
+    steps: list[float] = []
+    held: dict[str, float] = {}
+    async with _heartbeat() as heart:
+        for number, task in enumerate(await subject.tasks(3)):
+            for script in subject.scripts(task).values():
+                if clock.is_up and resets:
+                    break
+                runs = [await _timed(subject, task, number, script, heart) for _ in range(REPEATS)]
+                for played, _ in runs:
+                    resets.append(played.reset_seconds)
+                    steps += [turn.seconds for turn in played.turns]
+                    if played.error is not None and not steps:
+                        return [not_applicable(check, played.problem()) for check in ("latency", "event loop")]
+                for index, same_call in enumerate(zip(*(holds for _, holds in runs), strict=False)):
+                    call = "step" if index else "reset"
+                    held[call] = max(held.get(call, 0.0), min(same_call))
+    return [_latency(resets, steps), _event_loop(subject, held)]
+
+
+def _latency(resets: list[float], steps: list[float]) -> Finding:
+    name = "latency"
+    told = ", ".join(
+        f"{call} {_duration(statistics.median(seconds))} (at most {_duration(max(seconds))})"
+        for call, seconds in (("reset", resets), ("step", steps))
+        if seconds
+    )
+    if max(statistics.median(seconds) for seconds in (resets, steps) if seconds) > SLOW_SECONDS:
+        return warning(name, told, "what is the same for every episode belongs into EnvSpec.setup")
+    return ok(name, told)
+
+
+def _event_loop(subject: Subject, held: dict[str, float]) -> Finding:
+    name = "event loop"
+    if subject.is_remote:
+        return not_applicable(name, "it plays on its server")
+    worst = max(held, key=lambda call: held[call])
+    if held[worst] > HOLD_SECONDS:
+        found = f"{worst} holds up all other episodes for {_duration(held[worst])}, each time"
+        advice = (
+            f"write {worst} as plain def, or set blocking = True: it then gets a thread of its own; "
+            "what holds Python's lock even there belongs into a process"
+        )
+        return failed(name, found, advice)
+    return ok(name, f"never held for longer than {_duration(held[worst])}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+class _Heart:
+    """Beats on the event loop; how long it had to skip says how long somebody kept the loop."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._longest = 0.0
+
+    async def beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._note()
+
+    async def longest_pause(self, call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
+        """What `call` returns, and the longest time without a beat until it did, in seconds."""
+        await asyncio.sleep(0)
+        self._note()
+        self._longest = 0.0
+        result = await call()
+        self._note()
+        return result, max(0.0, self._longest - BEAT_SECONDS)
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+
+
+@asynccontextmanager
+async def _heartbeat() -> Any:
+    heart = _Heart()
+    beating = asyncio.create_task(heart.beat())
+    try:
+        yield heart
+    finally:
+        beating.cancel()
+
+
+async def _timed(subject: Subject, task: Task, seed: int, script: Script, heart: _Heart) -> tuple[Played, list[float]]:
+    """Play an episode; also how long each call of it held the loop."""
+    player = Player(subject.spec, task, seed, script, "timed")
+    goes_on, hold = await heart.longest_pause(player.begin)
+    holds = [hold]
+    while goes_on:
+        goes_on, hold = await heart.longest_pause(player.turn)
+        holds.append(hold)
+    return await player.end(), holds

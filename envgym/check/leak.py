@@ -1,0 +1,219 @@
+"""Whether the answer can be read off what the policy is shown.
+
+That an answer occurs in its problem proves nothing: "4" is in "4 + 0", and the larger of two numbers is one of them. So
+a *rule* is looked for that gives the answer away wherever it is applied: what follows certain words, or stands at a
+certain place. The rule is chosen on one half of the tasks and tried on the other. It counts as a leak when
+
+  - it finds the answer in at least `SHARE` of what chance leaves to find, and
+  - of `PERMUTATIONS` ways of handing the tasks of the second half each other's answers, fewer than one in 1 / `LEVEL`
+    have it find as many.
+
+False alarms. Where answers say nothing about the texts they come with, every way of handing them out is as likely as
+the one there is; the second condition is then an exact permutation test, and as the rule was chosen on other tasks,
+holds with a probability of at most `LEVEL`, however many rules were tried. Where they do say something without being
+given away (sums: a small operand makes a small sum), it is the first condition that must not be met: no rule of these
+gets half of the answers right unless something hands them out. Tasks that ask for a word to be copied do that.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from envgym.types import Message
+
+from .context import Clock, Subject
+from .play import Player, text_of
+from .report import Finding, failed, not_applicable, ok, warning
+from .scripts import empty
+
+TASKS = 240
+FEWEST = 16
+"""Tasks below which a permutation test cannot reach `LEVEL`."""
+LEVEL = 1e-3
+SHARE = 0.5
+PERMUTATIONS = 1999
+CONTEXTS = (32, 16, 8, 4)
+"""Lengths, in characters, of the words before an answer that a rule may go by."""
+PLACES = range(-3, 3)
+SECONDS = 5.0
+
+Rule = Callable[[str], Iterable[str]]
+
+
+async def check(subject: Subject) -> list[Finding]:
+    name = "leak"
+    texts: list[str] = []
+    answers: list[str] = []
+    in_info = 0
+    clock = Clock(SECONDS)
+    for number, task in enumerate(await subject.tasks(TASKS)):
+        if clock.is_up and len(texts) >= 2 * FEWEST:
+            break
+        answer = written(task.answer) or _demonstrated(subject.demonstrations(task))
+        if not answer:
+            continue
+        player = Player(subject.spec, task, number, empty, "look")
+        await player.begin()
+        played = await player.end()
+        if played.first is not None:
+            texts.append(text_of(played.first))
+            answers.append(answer)
+            in_info += any(occurs(answer, str(value)) for key, value in played.info.items() if key != "task")
+    if len(texts) < FEWEST:
+        return [not_applicable(name, f"{len(texts)} tasks with an answer are too few (or answers are not known)")]
+    return [verdict(texts, answers, in_info)]
+
+
+def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> Finding:
+    """What can be said of problems and their answers."""
+    name = "leak"
+    if len(set(answers)) == 1:
+        return not_applicable(name, "all answers are the same")
+    rng = random.Random(0)
+    order = list(range(len(texts)))
+    rng.shuffle(order)
+    half = len(order) // 2
+    chosen_on, tried_on = order[:half], order[half:]
+    description, rule = choose_rule([texts[i] for i in chosen_on], [answers[i] for i in chosen_on])
+    found = [set(rule(texts[i])) for i in tried_on]
+    given = [answers[i] for i in tried_on]
+    share, by_chance, p = permutation_test(found, given, rng)
+    if share - by_chance >= SHARE * (1 - by_chance) and p < LEVEL:
+        return failed(
+            name,
+            f"{description} is the answer in {share:.0%} of {len(given)} tasks, and that of another task in "
+            f"{by_chance:.0%} (p = {p:.1g})",
+            "leave the answer out of the observation (unless the task is to copy it)",
+        )
+    occurring = [{answer for answer in set(answers) if occurs(answer, text)} for text in texts]
+    share, by_chance, p = permutation_test(occurring, list(answers), rng)
+    told = f"the answer is in the observation in {share:.0%} of {len(texts)} tasks, another task's in {by_chance:.0%}"
+    if in_info:
+        told += f"; it is in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
+    if share - by_chance >= SHARE * (1 - by_chance) and p < LEVEL:
+        return warning(name, told, "as it should be where it is to be picked out of a text or a list")
+    return ok(name, told)
+
+
+def permutation_test(
+    found: Sequence[set[str]], answers: Sequence[str], rng: random.Random
+) -> tuple[float, float, float]:
+    """How many of the answers are among what was `found` for their task (a share), how many of other tasks' answers
+    are, and the probability of at least as many if answers are handed out at random."""
+    n = len(answers)
+    ids = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+    hits = [bytearray(answer in here for answer in ids) for here in found]
+    own = [ids[answer] for answer in answers]
+    count = sum(row[i] for row, i in zip(hits, own, strict=True))
+    others = sum(sum(row[i] for i in own) for row in hits) - count
+    at_least = 0
+    for _ in range(PERMUTATIONS):
+        rng.shuffle(own)
+        at_least += sum(row[i] for row, i in zip(hits, own, strict=True)) >= count
+    return count / n, others / (n * (n - 1)), (1 + at_least) / (1 + PERMUTATIONS)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rules
+
+
+def choose_rule(texts: Sequence[str], answers: Sequence[str]) -> tuple[str, Rule]:
+    """The rule that finds the most answers here, in words and as a function of a text."""
+    rules = dict(_rules(texts, answers))
+    counts = {
+        words: sum(answer in rule(text) for text, answer in zip(texts, answers, strict=True))
+        for words, rule in rules.items()
+    }
+    best = max(counts, key=lambda words: counts[words])
+    return best, rules[best]
+
+
+def _rules(texts: Sequence[str], answers: Sequence[str]) -> Iterable[tuple[str, Rule]]:
+    lengths = sorted({len(answer) for answer in answers})
+    for length in CONTEXTS:
+        before: Counter[str] = Counter()
+        for text, answer in zip(texts, answers, strict=True):
+            before.update({text[max(0, at - length) : at] for at in places(answer, text)})
+        for context, _ in before.most_common(3):
+            if context.strip():
+                yield f"what follows {context!r}", _after(context, lengths)
+    for place in PLACES:
+        ordinal = f"{place + 1}." if place >= 0 else f"{-place}. last"
+        yield f"the {ordinal} word", _at(place, r"\S+")
+        yield f"the {ordinal} number", _at(place, r"-?\d+(?:[./]\d+)?")
+    yield "the last line", lambda text: text.strip().splitlines()[-1:]
+
+
+def _after(context: str, lengths: Sequence[int]) -> Rule:
+    """Whatever begins right after `context`, of any length that an answer has, and ends with a word."""
+
+    def rule(text: str) -> Iterable[str]:
+        start = text.find(context)
+        if start < 0:
+            return
+        start += len(context)
+        for length in lengths:
+            if start + length <= len(text) and _ends_at(text, start + length):
+                yield text[start : start + length]
+
+    return rule
+
+
+def _at(place: int, pattern: str) -> Rule:
+    compiled = re.compile(pattern)
+
+    def rule(text: str) -> Iterable[str]:
+        items = compiled.findall(text)
+        if -len(items) <= place < len(items):
+            yield items[place]
+            yield items[place].strip(".,;:!?()[]{}<>\"'`*$")
+
+    return rule
+
+
+def places(answer: str, text: str) -> list[int]:
+    """Where `answer` stands in `text` as words of its own: "4" does not stand in "42"."""
+    found, at = [], text.find(answer)
+    while at >= 0:
+        if _begins_at(text, at) and _ends_at(text, at + len(answer)):
+            found.append(at)
+        at = text.find(answer, at + 1)
+    return found
+
+
+def occurs(answer: str, text: str) -> bool:
+    return bool(places(answer, text))
+
+
+def _begins_at(text: str, at: int) -> bool:
+    return at == 0 or not (text[at - 1].isalnum() and text[at].isalnum())
+
+
+def _ends_at(text: str, at: int) -> bool:
+    return at >= len(text) or not (text[at - 1].isalnum() and text[at].isalnum())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def written(answer: Any) -> str:
+    """An answer as it would stand in a text; empty for none. A solution with `####` before its answer is that."""
+    if answer is None or answer == "":
+        return ""
+    if isinstance(answer, str):
+        return answer.rpartition("####")[2].strip()
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return str(answer) if isinstance(answer, int | float) else json.dumps(answer, default=str)
+
+
+def _demonstrated(variants: Sequence[Sequence[str | Message]]) -> str:
+    """What the shortest demonstration says last, for tasks that hold no answer."""
+    last = [turns[-1] for turns in variants if turns]
+    return min((turn.text if isinstance(turn, Message) else turn for turn in last), key=len, default="").strip()

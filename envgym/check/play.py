@@ -1,0 +1,280 @@
+"""Plays episodes from scripts instead of a policy, and writes down all that was said, so that two can be compared."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from envgym.engines.base import Generation
+from envgym.env import CheckedEnv, EnvSpec, Info
+from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.rollout import apply_judgement, as_judgement
+from envgym.transcript import Transcript
+from envgym.types import Action, Episode, Message, Observation, Outcome, Task
+
+Script = Callable[[int, Observation], Action | None]
+"""What to do in turn k (from 0) given what was just observed; None where it has nothing more to do."""
+
+CALL_SECONDS = 10.0
+"""Seconds a reset or a step may take here, or the environment's own `call_timeout` where that is less."""
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One action and the environment's answer to it."""
+
+    action: Action
+    observation: Observation
+    reward: float | None
+    terminated: bool
+    truncated: bool
+    info: Info
+    seconds: float
+
+
+@dataclass(slots=True)
+class Played:
+    """One episode, or what there was of it when a call raised `error`, in the method `failed_in`."""
+
+    task: Task
+    seed: int
+    script: str
+    first: Observation | None = None
+    info: Info = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    error: Exception | None = None
+    failed_in: str = ""
+    close_error: Exception | None = None
+    reset_seconds: float = 0.0
+    odd_flag: str = ""
+    """What the environment returned as `terminated` or `truncated` that is no truth value."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the environment ended it."""
+        return bool(self.turns) and (self.turns[-1].terminated or self.turns[-1].truncated)
+
+    @property
+    def wrong_types(self) -> bool:
+        """Whether it stopped because something was returned that is not Gymnasium's."""
+        return isinstance(self.error, InvalidStep | ResetNeeded)
+
+    @property
+    def no_service(self) -> bool:
+        """Whether it stopped because the environment could not say anything of the policy."""
+        return isinstance(self.error, InvalidOutcome)
+
+    def problem(self) -> str:
+        """The error as part of a sentence."""
+        if self.error is None:
+            return ""
+        if isinstance(self.error, InvalidStep | CallTimeout | InvalidOutcome):
+            return f"{self.error}"
+        return f"{self.failed_in} raised {type(self.error).__name__}: {' '.join(str(self.error).split())[:200]}"
+
+    def heard(self) -> list[dict[str, Any]]:
+        """All that the environment said, as plain data: an entry for the reset and one for each turn."""
+        if self.first is None:
+            return [{"error": type(self.error).__name__}]
+        said: list[dict[str, Any]] = [{"observation": plain(self.first)}]
+        for turn in self.turns:
+            said.append(
+                {
+                    "observation": plain(turn.observation),
+                    "reward": turn.reward,
+                    "terminated": turn.terminated,
+                    "truncated": turn.truncated,
+                    "score": turn.info.get("score"),
+                }
+            )
+        return [*said, {"error": type(self.error).__name__}] if self.error is not None else said
+
+    def episode(self) -> Episode:
+        """The episode as an agent would have written it down, with the bytes of the texts for tokens."""
+        transcript = Transcript(None)
+        transcript.begin([0])
+        transcript.messages = list(as_said(self.first or Observation()))
+        for turn in self.turns:
+            ids = turn.action.token_ids
+            transcript.record(Generation(ids, (0.0,) * len(ids), turn.action.stop_reason, ()), 1.0)
+            transcript.paid(turn.reward, turn.info)
+            said = Message.of("assistant", turn.action.text)
+            transcript.messages += [said, *as_said(turn.observation)]
+        outcome = Outcome.completed() if self.ended else Outcome.truncated("turns")
+        episode = transcript.episode(self.task, outcome)
+        episode.id, episode.seed = f"check/{self.task.key}:{self.script}", self.seed
+        return episode
+
+
+def plain(observation: Observation) -> dict[str, Any]:
+    """An observation as data that can be compared and pickled."""
+    return {
+        "messages": [message.as_dict() for message in observation.messages],
+        "text": observation.text,
+        "sampling": dict(observation.sampling or {}),
+        "tools": [tool.as_dict() for tool in observation.tools],
+    }
+
+
+def as_said(observation: Observation) -> tuple[Message, ...]:
+    """What an observation says, as messages."""
+    return (Message.of("user", observation.text),) if observation.text is not None else observation.messages
+
+
+def text_of(observation: Observation) -> str:
+    """Everything the policy reads of an observation, tools included."""
+    tools = [f"{tool.name} {tool.description} {tool.parameters}" for tool in observation.tools]
+    return "\n".join([*tools, *(message.text for message in as_said(observation))])
+
+
+def action_of(turn: str | Message) -> Action:
+    """What somebody says, as an action; its bytes stand for tokens."""
+    message = turn if isinstance(turn, Message) else Message.of("assistant", turn)
+    return Action(message.text, tuple(message.text.encode("utf-8", "replace")), message.tool_calls)
+
+
+def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """Where two accounts by `Played.heard` first differ, and how; empty where they do not."""
+    for number, (left, right) in enumerate(zip(one, other, strict=False)):
+        where = f"turn {number}" if number else "the first observation"
+        for key in dict.fromkeys([*left, *right]):
+            if key not in left or key not in right:
+                return f"{where}: an error in one of them ({left.get('error') or right.get('error')})"
+            if not _same(left[key], right[key]):
+                what = where if key == "observation" and not number else f"{key} of {where}"
+                return f"{what}: {shown(left[key], right[key])}"
+    return f"{len(one) - 1} turns or {len(other) - 1}" if len(one) != len(other) else ""
+
+
+def shown(left: Any, right: Any) -> str:
+    """Two values side by side, from a little before where they part."""
+    one, other = (_text(value) for value in (left, right))
+    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, start - 20)
+    return f"{one[start : start + 60]!r} or {other[start : start + 60]!r}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict) and "messages" in value:
+        messages = "\n".join(message["content"] for message in value["messages"])
+        return "\n".join(filter(None, [messages, value["text"], str(value["tools"] or "")]))
+    return str(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float):  # batches of a reward model round differently
+        return math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(left == right)
+
+
+class Player:
+    """One episode in the making, call by call, so that several can be interleaved. An error ends it."""
+
+    def __init__(self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str) -> None:
+        self.played = Played(task, seed, name)
+        self._script = script
+        self._limit = min(CALL_SECONDS, spec.config.call_timeout)
+        self._make = spec.of(task).make
+        self._env: CheckedEnv | None = None
+
+    async def begin(self, env: CheckedEnv | None = None) -> bool:
+        """Reset a new instance, or `env`. Returns whether there is a turn to play."""
+        played = self.played
+        played.failed_in, start = "reset", time.monotonic()
+        try:
+            self._env = self._make() if env is None else env
+            self._watch_flags(self._env)
+            async with asyncio.timeout(self._limit):
+                options = {"task": played.task}
+                played.first, played.info = await self._env.reset(seed=played.seed, options=options)
+        except Exception as error:
+            played.error = self._told(error)
+        played.reset_seconds = time.monotonic() - start
+        return played.error is None
+
+    async def turn(self) -> bool:
+        """Play a turn. Returns whether there is another."""
+        assert self._env is not None
+        played = self.played
+        observation = played.turns[-1].observation if played.turns else played.first
+        assert observation is not None
+        action = self._script(len(played.turns), observation)
+        if action is None:
+            return False
+        played.failed_in, start = "step", time.monotonic()
+        try:
+            async with asyncio.timeout(self._limit):
+                answer = await self._env.step(action)
+        except Exception as error:
+            played.error = self._told(error)
+            return False
+        played.turns.append(Turn(action, *answer, time.monotonic() - start))
+        return not played.ended
+
+    async def end(self) -> Played:
+        """Close the instance."""
+        if self._env is not None:
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._env.close()
+            except Exception as error:
+                self.played.close_error = self._told(error)
+        return self.played
+
+    def _told(self, error: Exception) -> Exception:
+        if isinstance(error, TimeoutError) and not str(error):
+            return CallTimeout(f"{self.played.failed_in} took longer than {self._limit:g} s")
+        return error
+
+    def _watch_flags(self, checked: CheckedEnv) -> None:
+        """Note flags that are no truth values: behind `CheckedEnv` they are already made into some."""
+        step, played = checked.env.step, self.played
+        if checked.env is checked or getattr(step, "is_watched", False):  # a remote one: its server has looked
+            return
+
+        def look(result: Any) -> Any:
+            if isinstance(result, tuple) and len(result) == 5:
+                for name, flag in (("terminated", result[2]), ("truncated", result[3])):
+                    if type(flag).__name__ not in ("bool", "bool_"):
+                        played.odd_flag = f"step returned {flag!r:.40} as {name}"
+            return result
+
+        def plain_step(action: Action) -> Any:
+            return look(step(action))
+
+        async def async_step(action: Action) -> Any:
+            return look(await step(action))
+
+        watched: Any = async_step if asyncio.iscoroutinefunction(step) else plain_step
+        watched.is_watched = True
+        watched.__name__ = "step"
+        checked.env.step = watched  # type: ignore[method-assign]
+
+
+async def play(
+    spec: EnvSpec, task: Task, seed: int, script: Script, name: str, *, env: CheckedEnv | None = None
+) -> Played:
+    """Play one episode with a new instance, or with `env`, and close it."""
+    player = Player(spec, task, seed, script, name)
+    goes_on = await player.begin(env)
+    while goes_on:
+        goes_on = await player.turn()
+    return await player.end()
+
+
+async def judged(spec: EnvSpec, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
+    """Let the environment judge the episodes of a task together, where it does. Returns those it could judge."""
+    verdicts = await spec.of(task).score_group(task, episodes)
+    if verdicts is None:
+        return list(episodes)
+    kept = []
+    for episode, verdict in zip(episodes, map(as_judgement, verdicts), strict=True):
+        if not isinstance(verdict, Exception):
+            apply_judgement(episode, verdict)
+            kept.append(episode)
+    return kept
