@@ -59,19 +59,21 @@ class OwnThread:
         self._put(job)
 
     def end(self) -> None:
-        """Let the thread end once it has done what it was given."""
+        """Let the thread end once it has done what it was given. A later call starts another."""
         if self._thread is not None:
             self._jobs.put(None)
+            self._thread, self._jobs = None, queue.SimpleQueue()
 
     def _put(self, job: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
