@@ -15,7 +15,7 @@ from .config import RunConfig, resolve, validated
 from .env import EnvSpec
 from .errors import ConfigError
 from .fresh_model import FreshModelConfig, make_fresh_model
-from .placement import started
+from .placement import prepared, start_parts
 from .recipes import load_recipe, makes_model, read_yaml
 from .run_folder import RunFolder, stage_folders
 from .sampler import derived_seed
@@ -75,16 +75,16 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
         config = resolve({"model": str(fresh), "runtime": runtime, "name": name, "runs_dir": str(work)}, recipe=name)
         stage = config.stages[0]
         display.phase(f"making {name}: a tokenizer and random weights")
-        async with stage.make_spec() as spec:
+        folder = RunFolder(work / name)
+        folder.create()
+        async with prepared(config, stage, folder) as place:
             size = validated(FreshModelConfig, recipe["new_model"], f"recipe {name}: new_model")
-            make_fresh_model(fresh, size, await text_of(spec, CORPUS_TASKS), config.seed)
-            folder = RunFolder(work / name)
-            folder.create()
-            async with started(config, stage, spec, str(fresh), folder, display) as parts:
-                display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
-                await Trainer(config, stage, parts, folder, display).run()
-                await parts.workers["actor"].save(str(folder.model))
-                parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+            make_fresh_model(fresh, size, await text_of(place.spec, CORPUS_TASKS), config.seed)
+            parts = await start_parts(config, stage, place, str(fresh), display)
+            display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
+            await Trainer(config, stage, parts, folder, display).run()
+            await parts.workers["actor"].save(str(folder.model))
+            parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
         shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
         if not final.exists():
             os.replace(folder.model, final)

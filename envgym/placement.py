@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .agent import Agent
@@ -17,6 +18,7 @@ from .errors import ConfigError
 from .render import load_tokenizer, make_renderer
 from .rollout import Runner
 from .run_folder import RunFolder
+from .services import Services, start_services
 from .sync import WeightSync
 from .trainer import Parts
 from .workers.group import WorkerGroup
@@ -43,44 +45,71 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
     return LocalRuntime(folder.logs)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stage runs: its environment, set up, with clients of its services; and what starts workers."""
+
+    spec: EnvSpec
+    services: Services
+    runtime: Runtime
+
+
 @asynccontextmanager
-async def started(
-    config: RunConfig, stage: StageConfig, spec: EnvSpec, model: str, folder: RunFolder, display: Display
-) -> AsyncIterator[Parts]:
-    """The parts of a stage, running; they are closed again on every way out. `spec` is set up; `model` is a folder or
-    hub id."""
+async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[Place]:
+    """The place of a stage. A bad data file is told here, before anything long begins; what is started in it is closed
+    again on every way out."""
+    runtime = make_runtime(config, folder)
+    try:
+        spec = stage.make_spec()
+        async with start_services(spec, runtime, deterministic=config.deterministic, now=False) as services:
+            yield Place(spec, services, runtime)
+    finally:
+        await runtime.close()
+
+
+async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model: str, display: Display) -> Parts:
+    """The parts of a stage, running until its place is left. `model` is a folder or hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
     agent = make_agent(stage, model)
     renderer = agent.renderer
-    async with AsyncExitStack() as stack:
-        runtime = make_runtime(config, folder)
-        stack.push_async_callback(runtime.close)
-        engine, context = None, None
-        if agent.samples:
-            engine, context = await start_engine(config, stage, model, runtime, display)
-        workers = {}
-        for role, role_spec in learner.roles.items():
-            display.phase(f"loading the {role}")
-            workers[role] = await WorkerGroup.start(
-                runtime,
-                role=role,
-                model=model,
-                learner=stage.learner.name,
-                learner_config=learner_config.model_dump(),
-                settings=stage.workers,
-                trained=role_spec.trained,
-                head=role_spec.head,
-                seed=config.seed,
-                deterministic=config.deterministic,
-            )
-        sync = None
-        if engine is not None:
-            is_float32 = workers["actor"].info["dtype"] == "float32"
-            tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
-            sync = WeightSync(engine, workers["actor"], renderer, tolerance)
-        runner = make_runner(config, stage, spec, agent, engine, context)
-        yield Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync)
+    engine, context = None, None
+    if agent.samples:
+        engine, context = await start_sampling(config, stage, place, agent, model, display)
+    workers = {}
+    for role, role_spec in learner.roles.items():
+        display.phase(f"loading the {role}")
+        workers[role] = await WorkerGroup.start(
+            place.runtime,
+            role=role,
+            model=model,
+            learner=stage.learner.name,
+            learner_config=learner_config.model_dump(),
+            settings=stage.workers,
+            trained=role_spec.trained,
+            head=role_spec.head,
+            seed=config.seed,
+            deterministic=config.deterministic,
+        )
+    sync = None
+    if engine is not None:
+        is_float32 = workers["actor"].info["dtype"] == "float32"
+        tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
+        sync = WeightSync(engine, workers["actor"], renderer, tolerance)
+    runner = make_runner(config, stage, place.spec, agent, engine, context)
+    return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync)
+
+
+async def start_sampling(
+    config: RunConfig, stage: StageConfig, place: Place, agent: Agent, model: str, display: Display
+) -> tuple[EngineClient, int]:
+    """What episodes need: the environment's services and the stage's engine, with its context length in tokens."""
+    if place.services.names:
+        display.phase(f"starting {', '.join(place.services.names)}")
+        await place.services.start()
+    engine, context = await start_engine(config, stage, model, place.runtime, display)
+    place.services.bind_policy(agent.renderer, engine, context, deterministic=config.deterministic, seed=config.seed)
+    return engine, context
 
 
 async def start_engine(

@@ -21,6 +21,7 @@ from .env import CheckedEnv, EnvSpec
 from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from .fingerprint import task_hash
 from .sampler import EpisodeSampler, Waves, derived_seed
+from .services.policy import WAVES
 from .types import Episode, Group, Judgement, Outcome, Task
 
 
@@ -133,6 +134,7 @@ class Runner:
                 self.max_model_len,
                 derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
             )
+        WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
         start = time.monotonic()
         env: CheckedEnv | None = None
         deadline = asyncio.timeout(None)

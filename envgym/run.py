@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .config import RunConfig, StageConfig, resolve
 from .errors import RunError
 from .models import fetch_model
-from .placement import started
+from .placement import Place, prepared, start_parts
 from .report import PICTURE, plot
 from .run_folder import RunFolder, stage_folders, write_atomically
 from .trainer import Stopped, Trainer
@@ -97,6 +97,7 @@ async def _run_stage(
     folder.create()
     began = time.monotonic()
     trainer: Trainer | None = None
+    place: Place | None = None
     interrupts = _Interrupts(display)
     status = "failed"
     try:
@@ -104,9 +105,9 @@ async def _run_stage(
             display.phase(f"setting up {stage.env.name}")
             async with AsyncExitStack() as stack:
                 # The environment first: a bad data file is told before anything long begins.
-                spec = await stack.enter_async_context(stage.make_spec())
+                place = await stack.enter_async_context(prepared(config, stage, folder))
                 model = model or await fetch_model(stage.model, config, display)
-                parts = await stack.enter_async_context(started(config, stage, spec, model, folder, display))
+                parts = await start_parts(config, stage, place, model, display)
                 trainer = Trainer(config, stage, parts, folder, display)
                 trainer.began = began
                 checkpoint = folder.last_checkpoint()
@@ -129,6 +130,8 @@ async def _run_stage(
         raise
     finally:
         summary = _summary(config, trainer, status, began)
+        if place is not None and place.services.names:
+            summary["services"] = dict(place.services.counters)
         folder.write_summary(summary)
     plot(folder.path)
     return summary

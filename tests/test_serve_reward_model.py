@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -81,7 +82,8 @@ def expected(tiny_reward_model):
 def test_it_answers_in_the_seeds_form(server, expected):
     status, answer = server.post({"query": TEXTS, "prompts": ["p"] * 3, "labels": [None] * 3})
     assert status == 200
-    assert answer["rewards"] == answer["scores"] == pytest.approx(expected[:3], abs=1e-5)
+    assert answer["rewards"] == pytest.approx(expected[:3], abs=1e-5)
+    assert answer["scores"] == pytest.approx([1 / (1 + math.exp(-reward)) for reward in expected[:3]], abs=1e-5)
     assert answer["extra_logs"] == {}
     assert server.post({"query": []}) == (200, {"rewards": [], "scores": [], "extra_logs": {}})
 

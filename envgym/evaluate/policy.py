@@ -7,13 +7,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config import Component, RunConfig
 from envgym.models import fetch_model
-from envgym.placement import make_agent, make_runner, make_runtime, sampling_of, start_engine
+from envgym.placement import make_agent, make_runner, prepared, sampling_of, start_sampling
 from envgym.rollout import Play
 from envgym.run_folder import RunFolder
 from envgym.types import Group, Task
@@ -40,21 +39,18 @@ async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> d
     stage = config.stages[-1]
     began = time.monotonic()
     folder.create()
-    async with AsyncExitStack() as stack:
-        spec = await stack.enter_async_context(stage.make_spec())
+    async with prepared(config, stage, folder) as place:
         model = await fetch_model(stage.model, config, display)
         if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
-            stage.agent = Component(name=spec.agent)
+            stage.agent = Component(name=place.spec.agent)
         agent = make_agent(stage, model)
-        runtime = make_runtime(config, folder)
-        stack.push_async_callback(runtime.close)
-        engine, context = await start_engine(config, stage, model, runtime, display)
-        runner = make_runner(config, stage, spec, agent, engine, context)
+        engine, context = await start_sampling(config, stage, place, agent, model, display)
+        runner = make_runner(config, stage, place.spec, agent, engine, context)
 
         async def play(tasks: Sequence[Task], play: Play) -> list[Group]:
             return await runner.play(tasks, play, display.rollout)
 
-        held_out = HeldOut(play, spec, sampling_of(stage, agent.renderer.stop_token_ids), stage.eval)
+        held_out = HeldOut(play, place.spec, sampling_of(stage, agent.renderer.stop_token_ids), stage.eval)
         display.phase("evaluating")
         result = await held_out.sampled()
         greedy = {"greedy": await held_out.greedily()} if stage.eval.greedy else {}

@@ -174,6 +174,7 @@ class RemoteEnv(CheckedEnv):
         self.env = self
         self.rng = random.Random()
         self.task: Task | None = None
+        self._has_slot = False
         self._session: str | None = None
         self._next_step = 0
 
@@ -182,7 +183,8 @@ class RemoteEnv(CheckedEnv):
     ) -> tuple[Observation, Info]:
         """Open a new session. Without a seed, one is drawn by the generator that the last seed set."""
         await self.spec.ensure_setup()
-        await self.close()
+        await self.acquire()
+        await self._end_session()
         if seed is None:
             seed = self.rng.getrandbits(31)
         else:
@@ -209,6 +211,14 @@ class RemoteEnv(CheckedEnv):
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def close(self) -> None:
+        try:
+            await self._end_session()
+        finally:
+            if self._has_slot and self.spec._slots is not None:
+                self._has_slot = False
+                self.spec._slots.release()
+
+    async def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await self.spec.end_session(session)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.services import Policy, start_services
 
 from .application import Application
 
@@ -26,7 +27,7 @@ async def serve(spec: EnvSpec, host: str, port: int, *, on_ready: Callable[[str]
     check_servable(spec)
     stopping = asyncio.Event()
     with listen(host, port) as listener, stop_signals(stopping):
-        async with spec, Application(spec).running(listener):
+        async with start_services(spec), Application(spec).running(listener):
             bound, bound_port = listener.getsockname()[:2]
             on_ready(f"http://[{bound}]:{bound_port}" if ":" in bound else f"http://{bound}:{bound_port}")
             await stopping.wait()
@@ -34,9 +35,11 @@ async def serve(spec: EnvSpec, host: str, port: int, *, on_ready: Callable[[str]
 
 def check_servable(spec: EnvSpec) -> None:
     """Raise `ConfigError` for what a client would silently play differently from the local environment."""
-    if spec.services:
-        needs = ", ".join(f"{name} ({type(service).__name__})" for name, service in spec.services.items())
-        raise ConfigError(f"environment {spec.id} needs model services, {needs}: these cannot be served over HTTP yet")
+    if opponents := [name for name, service in spec.services.items() if isinstance(service, Policy)]:
+        raise ConfigError(
+            f"environment {spec.id} plays against the policy in training ({opponents[0]}), which is not here: give it "
+            "another model, or train without a server"
+        )
     if type(spec).score_group is not EnvSpec.score_group:
         raise ConfigError(f"environment {spec.id} scores groups of episodes: that cannot be served over HTTP yet")
 

@@ -11,7 +11,7 @@ An environment declares what it needs in `EnvSpec.services` and calls the client
 Whoever plays the environment starts them with `start_services`. Environments never load a model themselves.
 """
 
-from .client import Assessment, ChatClient, Client, Conversation, RewardClient
+from .client import Assessment, ChatClient, Client, Conversation, RewardClient, preference
 from .declarations import Chat, ChatOrPolicy, Policy, RewardEndpoint, RewardModel, Service
 from .start import Services, start_services
 
@@ -28,5 +28,6 @@ __all__ = [
     "RewardModel",
     "Service",
     "Services",
+    "preference",
     "start_services",
 ]

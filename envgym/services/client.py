@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
@@ -42,11 +43,20 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a reward service says of a conversation: a reward; a score where it gave one; numbers to report."""
+    """What a reward service says of a conversation: a reward; a score in [0, 1] where it gave one; numbers to report.
+
+    A reward model's score is `preference(reward)`.
+    """
 
     reward: float
     score: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def preference(reward: float) -> float:
+    """The probability, as a reward model trained on preferences sees it, that an answer with this reward is preferred
+    to one with reward 0: the logistic function, of Bradley and Terry's model (1952)."""
+    return 0.5 * (1.0 + math.tanh(0.5 * reward))  # does not overflow
 
 
 class RewardClient(Client, ABC):

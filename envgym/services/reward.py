@@ -16,7 +16,7 @@ from envgym.types import as_messages
 from envgym.workers.runtime import Runtime, WorkerHandle
 
 from .batches import Batcher
-from .client import Assessment, Conversation, RewardClient
+from .client import Assessment, Conversation, RewardClient, preference
 from .declarations import RewardEndpoint, RewardModel
 from .http import JsonCaller, Refused
 from .reward_worker import Text
@@ -120,7 +120,8 @@ class RewardModelClient(RewardClient):
         if not math.isfinite(reward):
             return InvalidOutcome("service", f"{where} gives {reward}")
         self.counters["cut"] += cut
-        return Assessment(reward, metrics={"cut": float(cut)} if self._declared.too_long == "cut" else {})
+        metrics = {"cut": float(cut)} if self._declared.too_long == "cut" else {}
+        return Assessment(reward, preference(reward), metrics)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """A reward model over HTTP, in the form that `RewardEndpoint` asks for.
 
     POST /get_reward {"query": ["text", …], "prompts": […], "labels": […]}
-        -> {"rewards": [0.5, …], "scores": [0.5, …], "extra_logs": {}}
+        -> {"rewards": [2.0, …], "scores": [0.88, …], "extra_logs": {}}
     GET /healthz -> {"status": "ok"}
 
-A query is text or a list of chat messages; prompts and labels are not read.
+A query is text or a list of chat messages; prompts and labels are not read. Scores are in [0, 1] (see `preference`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class RewardServer:
         rewards = [answer.reward for answer in answers]
         names = sorted({name for answer in answers for name in answer.metrics})
         logs = {name: [answer.metrics.get(name, 0.0) for answer in answers] for name in names}
-        return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": logs})
+        scores = [answer.score for answer in answers]
+        return web.json_response({"rewards": rewards, "scores": scores, "extra_logs": logs})
 
     async def _queries(self, request: web.Request) -> list[Conversation]:
         # Web pages can make a browser post plain text to a loopback address, but not JSON.

@@ -28,6 +28,11 @@ class Services:
     def __init__(self, clients: dict[str, Client]) -> None:
         self._clients = clients
 
+    @property
+    def names(self) -> list[str]:
+        """What the services are called; equal ones are one."""
+        return list(self._clients)
+
     async def start(self) -> None:
         """Start every service that is not running yet."""
         await asyncio.gather(*(client.start() for client in self._clients.values()))

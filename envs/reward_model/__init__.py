@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from envgym.env import Env, Info, StepResult
 from envgym.errors import ConfigError
-from envgym.services import Assessment, RewardClient, RewardEndpoint, RewardModel, Service
+from envgym.services import Assessment, RewardClient, RewardEndpoint, RewardModel, Service, preference
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Message, Task, as_messages
 
@@ -136,6 +136,6 @@ class RewardModelEnvSpec(DataEnvSpec):
         for name, one in zip(payers, said, strict=True):
             metrics[name] = one.reward
             metrics |= {f"{name}/{metric}": value for metric, value in one.metrics.items()}
-        # A score of success belongs to the reward as a whole; parts of one have none in common.
-        score = {"score": said[0].score} if len(said) == 1 and said[0].score is not None else {}
-        return reward, {"metrics": metrics, **score}
+        # A server by itself decides whether it scores; several have only their sum in common.
+        score = said[0].score if len(said) == 1 else preference(reward)
+        return reward, {"metrics": metrics} | ({} if score is None else {"score": score})

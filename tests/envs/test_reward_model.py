@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 from aiohttp import web
@@ -62,7 +63,7 @@ def test_the_reward_is_the_weighted_sum_of_models_and_endpoints(tiny_reward_mode
                 conversation = [*as_messages(TASK.prompt), envgym.Message.of("assistant", "the answer is 46.")]
                 return await own.score_one(conversation), await played(spec), await played(direct), await played(remote)
 
-    expected, (reward, info), (alone, _), (far, far_info) = asyncio.run(main())
+    expected, (reward, info), (alone, alone_info), (far, far_info) = asyncio.run(main())
     [_, normalised_name, _] = [name for name in info["metrics"] if "/" not in name]
     normalised = (expected - 0.5) / 2.0
     assert info["metrics"] == pytest.approx(
@@ -70,8 +71,9 @@ def test_the_reward_is_the_weighted_sum_of_models_and_endpoints(tiny_reward_mode
     )
     assert normalised_name == tiny_reward_model.name
     assert reward == pytest.approx(0.5 * expected - normalised + 0.25 * 2.0, abs=1e-5)
-    assert "score" not in info
+    assert info["score"] == pytest.approx(1 / (1 + math.exp(-reward)))
     assert alone == pytest.approx(expected, abs=1e-5)
+    assert alone_info["score"] == pytest.approx(1 / (1 + math.exp(-expected)), abs=1e-5)
     assert (far, far_info["score"]) == (2.0, 0.5)
     assert asked[0] == {
         "query": ["what is 12 + 34?the answer is 46."],

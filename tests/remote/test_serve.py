@@ -16,6 +16,7 @@ import envgym.registry as registry
 from envgym.env import CheckedEnv, Env, EnvSpec
 from envgym.errors import ConfigError, InvalidStep, ResetNeeded
 from envgym.remote.client import RemoteEnvSpec
+from envgym.services import Policy
 from envgym.types import Action, Task
 
 GAME = Path(__file__).with_name("game.py")
@@ -219,13 +220,13 @@ def test_client_and_server_stay_light():
 def test_what_cannot_be_served_is_refused():
     from envgym.remote.server import check_servable
 
-    class Judged(EnvSpec):
-        services = {"judge": "reward_model"}  # noqa: RUF012
+    class SelfPlay(EnvSpec):
+        services = {"opponent": Policy()}  # noqa: RUF012
 
     class Ranked(EnvSpec):
         async def score_group(self, task, episodes):
             return [0.0 for _ in episodes]
 
-    for spec_class, reason in ((Judged, "judge"), (Ranked, "groups")):
+    for spec_class, reason in ((SelfPlay, "opponent"), (Ranked, "groups")):
         with pytest.raises(ConfigError, match=reason):
             check_servable(spec_class("x", Env))
