@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +30,9 @@ class Curriculum:
         self._skip = config.skip
         self._memory = config.memory
         self._seed = seed
-        self._flat: dict[str, bool] = {}
+        self._flat: OrderedDict[str, bool] = OrderedDict()
         self._by_difficulty: dict[str, list[bool]] = {}
-        self._credit: dict[str, float] = {}
+        self._credit: OrderedDict[str, float] = OrderedDict()
         self._came = self._passed = self._groups = self._solved = self._unsolved = 0
 
     def passes_over(self, task: Task) -> bool:
@@ -46,7 +47,7 @@ class Curriculum:
         self._passed += credit < 1
         self._credit[task.key] = credit % 1
         if len(self._credit) > REMEMBERED:
-            del self._credit[next(iter(self._credit))]
+            self._credit.popitem(last=False)
         return credit < 1
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -78,10 +79,10 @@ class Curriculum:
         return sum(last) / len(last) if last else 0.0
 
     def _note(self, task: Task, flat: bool) -> None:
-        self._flat.pop(task.key, None)
-        self._flat[task.key] = flat  # as the latest
+        self._flat[task.key] = flat
+        self._flat.move_to_end(task.key)
         if len(self._flat) > REMEMBERED:
-            del self._flat[next(iter(self._flat))]
+            self._flat.popitem(last=False)
         if not flat:
             self._credit.pop(task.key, None)
         if task.difficulty is not None:
@@ -98,9 +99,9 @@ class Curriculum:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._flat = dict(state["flat"])
+        self._flat = OrderedDict(state["flat"])
         self._by_difficulty = {name: list(last) for name, last in state["by_difficulty"].items()}
-        self._credit = dict(state["credit"])
+        self._credit = OrderedDict(state["credit"])
         self._came, self._passed, self._groups, self._solved, self._unsolved = state["counts"]
 
 

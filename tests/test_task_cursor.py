@@ -146,7 +146,7 @@ def test_more_groups_have_something_to_teach():
     chances=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7),
     difficulties=st.booleans(),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_nothing_is_starved(n, skip, seed, chances, difficulties):
     """A task is played at least every 1 / (1 - skip) epochs, even where nothing is worth playing."""
     tasks = ListTasks([Task(str(i), difficulty=i % 3 if difficulties else None) for i in range(n)])
@@ -223,6 +223,15 @@ def test_a_difficulty_is_judged_by_its_latest_groups():
     assert Counter(group.task.difficulty for groups in late[10:] for group in groups) == dict.fromkeys(range(5), 40)
 
 
+def test_only_so_many_tasks_are_remembered(monkeypatch):
+    monkeypatch.setattr("envgym.curriculum.REMEMBERED", 10)
+    passing = curriculum(0.5)
+    cursor = TaskCursor(Levels(), 0, passing)
+    train(cursor, Policy(lambda task: 0.0), 20, tasks=5)
+    assert [len(passing.state()[what]) for what in ("flat", "credit")] == [10, 10]
+    assert min(int(key.removeprefix("sums/")) for key in passing.state()["flat"]) > 80  # the latest
+
+
 def test_metrics_tell_of_what_came_since_they_were_asked_for():
     passing = curriculum(0.75)
     assert passing.metrics() == {}
@@ -239,7 +248,7 @@ def test_metrics_tell_of_what_came_since_they_were_asked_for():
     stop=st.integers(0, 12),
     seed=st.integers(0, 3),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind, skip, stop, seed):
     def fresh():
         tasks = {
