@@ -32,6 +32,7 @@ from .jail import wire
 START_SECONDS = 60.0
 GRACE_SECONDS = 30.0
 """How long a program's report may be late: its supervisor ends it at the limit."""
+_DYING_SECONDS = 0.5  # until a killed server is seen to be dead
 KIND = "sandbox"
 """The kind of the outcome where the sandbox itself is in trouble."""
 
@@ -136,6 +137,7 @@ class Sandbox:
             try:
                 report, output = await self._ask(request)
             except _Died:  # somebody killed it, or its server; once, that is made good
+                await asyncio.sleep(_DYING_SECONDS)
                 try:
                     report, output = await self._ask(request)
                 except _Died:
@@ -223,7 +225,7 @@ class _Server:
         with theirs, tempfile.TemporaryFile() as errors:
             # No variables, no open files, no terminal, no signals of ours.
             self._process = subprocess.Popen(
-                command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=errors, env={}, start_new_session=True
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors, env={}, start_new_session=True
             )
             theirs.close()
             try:
@@ -260,14 +262,14 @@ class _Server:
 
     def _greet(self, packages: Mapping[str, str], ways: Sequence[str]) -> Isolation:
         self._control.settimeout(START_SECONDS)
-        self._control.sendall(wire.pack({"packages": packages, "ways": ways}))
+        self._control.sendall(wire.pack({"packages": packages, "ways": ways, "temporary": tempfile.gettempdir()}))
         found, _ = wire.receive(self._control)
         why = "; ".join(found["errors"].values())
         if not found["way"]:
             needs = "Linux 5.14 with user namespaces, or with Landlock"
             raise ConfigError(f"the sandbox cannot isolate programs here ({why}): it needs {needs}")
         if found["way"] == "confined":
-            return Isolation("landlock", (_SHARED, _ALSO_SHARED), f"no namespaces: {why}")
+            return Isolation("landlock", (_SHARED, _ALSO_SHARED), why and f"no namespaces: {why}")
         return Isolation("namespaces", (_SHARED,))
 
 
@@ -284,10 +286,10 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[by
 def _locate(package: str) -> dict[str, str]:
     """Where a package's files lie, and those of the libraries that wheels put beside it."""
     spec = importlib.util.find_spec(package)
-    places = list(spec.submodule_search_locations or [spec.origin]) if spec else []
-    if not places or places[0] is None or not os.path.exists(places[0]):
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    place = os.path.realpath(folders[0] if folders else (spec and spec.origin) or "")
+    if spec is None or not (folders or os.path.isfile(place)):
         raise ConfigError(f"the sandbox was to offer the package {package!r}, which is not installed")
-    place = os.path.realpath(places[0])
     libraries = f"{place}.libs"
     return {package: place} | ({f"{package}.libs": libraries} if os.path.isdir(libraries) else {})
 

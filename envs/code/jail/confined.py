@@ -23,7 +23,7 @@ _DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 @contextmanager
 def folder(host: Host) -> Iterator[str]:
     """A folder for one program, removed in the end whatever it holds."""
-    path = tempfile.mkdtemp(prefix="envgym-sandbox-")
+    path = tempfile.mkdtemp(prefix="envgym-sandbox-", dir=host.temporary)
     try:
         for name in ("work", "tmp", "packages"):
             os.mkdir(f"{path}/{name}", 0o755)
@@ -35,9 +35,10 @@ def folder(host: Host) -> Iterator[str]:
                 os.chown(f"{path}/{name}", NOBODY, NOBODY)
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        if os.path.exists(path):  # folders nested deeper than Python can follow
-            subprocess.run(["rm", "-rf", "--", path], check=False, capture_output=True)
+        try:
+            shutil.rmtree(path)
+        except (OSError, RecursionError):  # folders nested deeper than Python can follow
+            subprocess.run(["/bin/rm", "-rf", "--", path], check=False, capture_output=True)
 
 
 def become_program(path: str, program: Program, host: Host, streams: Streams) -> None:
@@ -55,7 +56,7 @@ def become_program(path: str, program: Program, host: Host, streams: Streams) ->
     write_files(program)
     reset_signals()
     readable = (host.python, *host.readable, f"{path}/packages", *host.packages.values(), *_DEVICES)
-    landlock.restrict(readable, (f"{path}/work", f"{path}/tmp", "/dev/null"))
+    landlock.restrict(readable, (f"{path}/work", f"{path}/tmp", "/dev/null"), host.hidden)
     limit(program)
     seccomp.install(namespaces=False)
     execute(host, environment(host, f"{path}/work", f"{path}/tmp", f"{path}/packages"))

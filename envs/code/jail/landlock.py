@@ -6,7 +6,7 @@ import ctypes
 import os
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from . import linux
 
@@ -18,10 +18,11 @@ _OF_A_FILE = _EXECUTE | 1 << 1 | _READ_FILE | 1 << 14 | 1 << 15  # the rest are 
 _NET, _SCOPES = 3, 3  # bind and connect TCP; abstract sockets and signals to others
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on this process can open only what lies at or below these paths; those that do not exist are skipped.
+def restrict(readable: Iterable[str], writable: Iterable[str], hidden: Collection[str]) -> None:
+    """From now on this process can open only what lies at or below these paths, and of what is `hidden` no file.
 
-    Needs the no-new-privileges flag. Raises `OSError` where the kernel has no Landlock (before 5.13, or switched off).
+    Paths that do not exist are skipped. Needs the no-new-privileges flag. Raises `OSError` where the kernel has no
+    Landlock (before 5.13, or switched off).
     """
     version = linux.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1, what="landlock")
     every_right = (1 << 13) - 1  # <linux/landlock.h>; version 2 added moving between folders, 3 truncation, 5 ioctl
@@ -32,11 +33,25 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     if version >= 6:
         attributes += struct.pack("Q", _SCOPES)
     ruleset = linux.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0, what="landlock")
-    for paths, rights in ((readable, _READ), (writable, every_right)):
-        for path in paths:
-            _allow(ruleset, path, rights)
+    for path in readable:
+        for part, rights in _parts(path, hidden):
+            _allow(ruleset, part, rights)
+    for path in writable:
+        _allow(ruleset, path, every_right)
     linux.syscall(_RESTRICT_SELF, ruleset, 0, what="landlock")
     os.close(ruleset)
+
+
+def _parts(path: str, hidden: Collection[str]) -> Iterator[tuple[str, int]]:
+    """A path to read as paths and rights that leave out what is hidden: rights cannot be taken back further down."""
+    if path in hidden:
+        return
+    if not any(place.startswith(f"{path}/") for place in hidden):
+        yield path, _READ
+        return
+    yield path, _READ_DIR
+    for name in os.listdir(path):
+        yield from _parts(f"{path}/{name}", hidden)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

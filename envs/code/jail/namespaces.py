@@ -6,7 +6,6 @@ the program writes goes to a small file system in memory that ends with it.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -23,6 +22,7 @@ from .program import (
     environment,
     execute,
     limit,
+    report,
     reset_signals,
     write_files,
 )
@@ -81,8 +81,7 @@ def become_init(way: str, program: Program, host: Host, streams: Streams) -> Non
     ended, status, usage = os.wait4(-1, 0)
     while ended != child:  # an orphan's end
         ended, status, usage = os.wait4(-1, 0)
-    report = {"status": status, "cpu": usage.ru_utime + usage.ru_stime}
-    os.write(streams.status, json.dumps(report).encode())
+    report(streams, status=status, cpu=usage.ru_utime + usage.ru_stime)
     os._exit(0)
 
 
@@ -96,7 +95,7 @@ def _start(program: Program, host: Host, stdin: int, streams: Streams) -> None:
         seccomp.install(namespaces=True)
         execute(host, environment(host, _HOME, _TEMPORARY, _PACKAGES))
     except BaseException as error:
-        os.write(streams.status, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        report(streams, failed=f"{type(error).__name__}: {error}")
     finally:
         os._exit(127)
 
@@ -112,6 +111,9 @@ def _build(program: Program, host: Host) -> None:
             os.symlink(os.readlink(path), _ROOT + path)
         else:
             _show(path, path)
+    for path in host.hidden:
+        flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+        linux.mount("tmpfs", _ROOT + path, "tmpfs", flags, "size=4k,mode=755")
     for path in host.packages.values():
         _show(path, f"{_PACKAGES}/{os.path.basename(path)}")
     for device in _DEVICES:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 NOBODY = 65534
 _SOURCE = "main.py"
-_STACK_BYTES = 64 * 2**20
+_STACK_BYTES = 8 * 2**20  # also of each thread, for which address space is set aside
 _C_LIBRARYS_SIGNALS = (32, 33)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What programs need of this machine: the interpreter, folders to read, and packages by import name."""
+    """What programs need of this machine: the interpreter, paths to read but for what is hidden in them (installed
+    packages), the packages they may import, and a folder for theirs where they share the file system."""
 
     python: str
     readable: tuple[str, ...]
+    hidden: tuple[str, ...]
     packages: Mapping[str, str]
+    temporary: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def limit(program: Program, *, processes: int | None = None) -> None:
         resource.RLIMIT_AS: (program.memory, program.memory),
         resource.RLIMIT_FSIZE: (program.disk, program.disk),
         resource.RLIMIT_NOFILE: (program.open_files, program.open_files),
-        resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
+        resource.RLIMIT_STACK: (_STACK_BYTES, 8 * _STACK_BYTES),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
@@ -103,6 +108,11 @@ def connect(stdin: int, streams: Streams) -> None:
 def close_all_but(kept: int, *, first: int = 0) -> None:
     os.closerange(first, kept)
     os.closerange(kept + 1, 2**16)
+
+
+def report(streams: Streams, **said: Any) -> None:
+    """Tell the supervisor something: how the program ended, or what failed."""
+    os.write(streams.status, json.dumps(said).encode() + b"\n")
 
 
 def reset_signals() -> None:

@@ -40,12 +40,13 @@ _DENIED: _Calls = {
     "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
     "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
 }  # fmt: skip
-_DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not control, and processes that could not be found again
-    "chmod": (90, None), "chown": (92, None), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchownat": (260, 54),
-    "fork": (57, None), "futimesat": (261, None), "lchown": (94, None), "lremovexattr": (198, 15),
-    "lsetxattr": (189, 6), "pidfd_send_signal": (424, 424), "removexattr": (197, 14), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "utime": (132, None),
-    "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
+_DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not (always) control, and further processes
+    "chmod": (90, None), "chown": (92, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "fchown": (93, 55), "fchownat": (260, 54), "fork": (57, None), "futimesat": (261, None),
+    "inotify_add_watch": (254, 27), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
+    "pidfd_send_signal": (424, 424), "removexattr": (197, 14), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "truncate": (76, 45),
+    "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
 _CLONE, _CLONE3, _PRLIMIT = (56, 220), (435, 435), (302, 261)
 _KILL, _TGKILL = (62, 129), (234, 131)

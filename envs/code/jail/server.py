@@ -20,11 +20,14 @@ _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 def main() -> None:
-    control = socket.socket(fileno=0)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # no file opened later may take the place of a standard stream
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by themselves
     settings, _ = wire.receive(control)
-    host = Host(os.path.realpath(sys.executable), _readable(), settings["packages"])
+    readable = _readable()
+    python, installed = os.path.realpath(sys.executable), _installed(readable)
+    host = Host(python, readable, installed, settings["packages"], settings["temporary"])
     way, errors = _choose(host, settings["ways"])
     control.sendall(wire.pack({"way": way, "errors": errors}))
     while way:
@@ -90,6 +93,16 @@ def _request(program: Program) -> bytes:
     limits = ("cpu", "wall", "memory", "output", "disk", "files_at_most", "open_files", "processes")
     header = {name: getattr(program, name) for name in limits}
     return wire.pack({"names": [], **header}, (program.source, program.stdin))
+
+
+def _installed(readable: tuple[str, ...]) -> tuple[str, ...]:
+    """Folders of installed packages in those of Python's own library."""
+    found = []
+    for path in readable:
+        for name in os.listdir(path) if os.path.isdir(path) and not os.path.islink(path) else ():
+            if name.startswith("python3"):
+                found += [f"{path}/{name}/{kind}" for kind in ("site-packages", "dist-packages")]
+    return tuple(filter(os.path.isdir, found))
 
 
 def _readable() -> tuple[str, ...]:

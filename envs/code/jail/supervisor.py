@@ -14,7 +14,7 @@ from typing import Any
 
 from . import confined, namespaces
 from .processes import usage
-from .program import Host, Program, Streams
+from .program import Host, Program, Streams, report
 
 CHECK_SECONDS = 0.2
 """How often the memory and the CPU time of all the program's processes together are looked at."""
@@ -69,11 +69,13 @@ def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple
         for stream in (stdout, stderr, status):
             while _read(run, stream):
                 pass
-        said = json.loads(run.said) if run.said else {}
+        said: dict[str, Any] = {}
+        for line in bytes(run.said).splitlines():
+            said |= json.loads(line)
         if way == "confined":
             said = {"status": wait_status, "cpu": used.ru_utime + used.ru_stime, **said}
-        report = {"seconds": seconds, **_verdict(run, said, _out_of_memory_kills() - kills)}
-        return report, bytes(run.output[stdout]), bytes(run.output[stderr])
+        verdict = {"seconds": seconds, **_verdict(run, said, _out_of_memory_kills() - kills)}
+        return verdict, bytes(run.output[stdout]), bytes(run.output[stderr])
 
 
 def _enter(way: str, folder: str, program: Program, host: Host, pipes: list[tuple[int, int]]) -> None:
@@ -87,7 +89,7 @@ def _enter(way: str, folder: str, program: Program, host: Host, pipes: list[tupl
             confined.become_program(folder, program, host, streams)
         namespaces.become_init(way, program, host, streams)
     except BaseException as error:
-        os.write(streams.status, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        report(streams, failed=f"{type(error).__name__}: {error}")
     finally:
         os._exit(127)
 
@@ -177,7 +179,7 @@ def _verdict(run: Run, said: dict[str, Any], kills: int) -> dict[str, Any]:
 
 def _last_line(run: Run) -> bytes:
     _, errors = run.output.values()
-    return errors.rstrip().rpartition(b"\n")[2]
+    return bytes(errors).rstrip().rpartition(b"\n")[2]
 
 
 def _offer_to_the_out_of_memory_killer() -> None:
