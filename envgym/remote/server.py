@@ -40,8 +40,8 @@ def check_servable(spec: EnvSpec) -> None:
             f"environment {spec.id} plays against the policy in training ({opponents[0]}), which is not here: give it "
             "another model, or train without a server"
         )
-    if type(spec).score_group is not EnvSpec.score_group:
-        raise ConfigError(f"environment {spec.id} scores groups of episodes: that cannot be served over HTTP yet")
+    if judging := [part.id for part in spec.parts() if type(part).score_group is not EnvSpec.score_group]:
+        raise ConfigError(f"environment {judging[0]} scores groups of episodes: that cannot be served over HTTP yet")
 
 
 def listen(host: str, port: int) -> socket.socket:
