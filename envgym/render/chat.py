@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidStep
-from envgym.types import Message, Observation
+from envgym.types import Message, Observation, ToolCall
 
 from .dialogue import Dialogue, Extension
 from .reading import Reading
@@ -72,17 +72,22 @@ class ChatDialogue(Dialogue):
 
     def _demonstration(self, turn: Message) -> str:
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
+        if self._raw:
+            return turn.text + (self._written("", turn.tool_calls) if turn.tool_calls else "") + end
         [written] = self._template.written([turn])
-        if not self._raw:
-            whole = self._template.render([*self._turns, written], self.tools, open_turn=False)
-            if whole.startswith(self._text):
-                return self._template.unended(whole[len(self._text) :]) + end
-        # The template would not have shown what the policy was shown: a thought that it opens, or raw text.
-        said = self._template.turn(written)
-        if self._opens_thought:
-            said = said.removeprefix("<think>").removeprefix("\n")
-            said = said if "</think>" in said else f"\n</think>\n\n{said}"
-        return said + end
+        whole = self._template.render([*self._turns, written], self.tools, open_turn=False)
+        if whole.startswith(self._text):
+            return self._template.unended(whole[len(self._text) :]) + end
+        # The template would not have shown what the policy was shown: a thought that it opens and then drops.
+        thought, closed, answer = turn.text.rpartition("</think>")
+        said = self._written(answer, turn.tool_calls)
+        if self._opens_thought and not closed:
+            return f"\n</think>\n\n{said}{end}"
+        thought = thought.removeprefix("<think>").removeprefix("\n") if self._opens_thought else thought
+        return thought + closed + said + end
+
+    def _written(self, content: str, calls: Sequence[ToolCall]) -> str:
+        return self._template.turn(self._template.assistant(content, calls))
 
     def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         exact = self.renderer.decode_after(self._body(token_ids))

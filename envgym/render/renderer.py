@@ -43,24 +43,29 @@ class Renderer(ABC):
         """An episode's first observation as text and as token ids."""
         # The members of a group start one after the other, from the same observation.
         if self._opening[0] != observation:
-            text = self._raw(observation.text) if observation.text is not None else self._open(observation)
-            self._opening = (observation, text, self.encode(text))
+            raw = observation.text
+            text = self._open(observation) if raw is None else raw
+            token_ids = self.encode(text)
+            bos = self.tokenizer.bos_token_id
+            if (self._bos_before_messages if raw is None else self._bos_before_text) and token_ids[:1] != [bos]:
+                token_ids.insert(0, bos)
+            self._opening = (observation, text, token_ids)
         return self._opening[1:]
 
     @abstractmethod
     def _open(self, observation: Observation) -> str:
         """First messages, with the tools on offer, up to where the policy's turn begins."""
 
-    def _raw(self, text: str) -> str:
-        """Raw text as the tokenizer begins a text: with its beginning-of-sequence token where it puts one."""
-        bos = self.tokenizer.bos_token
-        if bos is None or text.startswith(bos) or self.tokenizer.encode("a")[0] != self.tokenizer.bos_token_id:
-            return text
-        return f"{bos}{text}"
+    @property
+    def _bos_before_messages(self) -> bool:
+        """Whether a beginning-of-sequence token is put before the first messages where they do not begin with one."""
+        return False
 
-    def answer(self, text: str) -> list[int]:
-        """Token ids of an assistant turn with this text, its end-of-turn token included: what a replay plays."""
-        return self.encode(text) + list(self.stop_token_ids[:1])
+    @cached_property
+    def _bos_before_text(self) -> bool:
+        """Whether one is put before raw text: where the tokenizer does so itself."""
+        bos = self.tokenizer.bos_token_id
+        return bos is not None and self.tokenizer.encode("a")[0] == bos
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What a turn of the policy says to an environment: its text without special tokens."""

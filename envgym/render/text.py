@@ -24,7 +24,11 @@ class TextRenderer(Renderer):
 
     def _open(self, observation: Observation) -> str:
         head = f"{describe(observation.tools, write_hermes('', [EXAMPLE]))}\n\n" if observation.tools else ""
-        return (self.tokenizer.bos_token or "") + head + self.lines(observation.messages)
+        return head + self.lines(observation.messages)
+
+    @property
+    def _bos_before_messages(self) -> bool:
+        return self.tokenizer.bos_token_id is not None
 
     def lines(self, messages: Sequence[Message]) -> str:
         """Messages, and the opening of the policy's turn."""

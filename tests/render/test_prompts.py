@@ -75,7 +75,8 @@ def test_a_demonstration_is_the_ids_of_the_whole_conversation(real):
     """What a replay teaches: prompt, answer and the token that ends the turn."""
     renderer, reference = real
     [prompt, answer] = CONVERSATION[:2]
-    taught = renderer.prompt(observed([prompt])) + renderer.answer(answer["content"])
+    dialogue = renderer.dialogue()
+    taught = dialogue.begin(observed([prompt])) + dialogue.demonstrate(answer["content"])
     # mistral_common wants a user's turn last; what comes before it is the conversation so far.
     whole = ids_of(reference, CONVERSATION)
     assert whole[: len(taught)] == taught
@@ -84,17 +85,20 @@ def test_a_demonstration_is_the_ids_of_the_whole_conversation(real):
 
 def test_an_answers_text_comes_back_without_what_ends_it(real):
     renderer, _ = real
-    assert renderer.text(renderer.answer("46, of course.")) == "46, of course."
+    dialogue = renderer.dialogue()
+    dialogue.begin(observed(CONVERSATION[:1]))
+    assert renderer.text(dialogue.demonstrate("46, of course.")) == "46, of course."
+    assert dialogue.messages[-1] == Message.of("assistant", "46, of course.")
 
 
 def test_decoding_and_encoding_again_does_not_give_the_same_ids(real):
     """Why ids are kept: the same text in other pieces, as a policy may well sample it."""
     renderer, _ = real
-    whole = renderer.answer("hello")[:-1]
+    whole = renderer.encode("hello")
     pieces = [renderer.tokenizer.convert_tokens_to_ids(letter) for letter in "hello"]
     assert renderer.text(pieces) == "hello"
     assert len(pieces) > len(whole)
-    assert renderer.answer(renderer.text(pieces))[:-1] == whole != pieces
+    assert renderer.encode(renderer.text(pieces)) == whole != pieces
 
 
 # -- the two kinds ----------------------------------------------------------------------------------------
