@@ -110,9 +110,12 @@ class JsonCaller:
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             )
-        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        headers = {"Content-Type": "application/json"}
+        if self._secret:
+            headers["Authorization"] = f"Bearer {self._secret}"
+        data = json.dumps(body, default=str)  # a label from Parquet may be a date
         # No redirects: the key and the question are meant for this address alone.
-        async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as response:
+        async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as response:
             content = await _read(response)
             if response.status in TRY_AGAIN:
                 wait = _retry_after(response.headers.get("Retry-After", ""))

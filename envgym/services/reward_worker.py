@@ -142,8 +142,8 @@ def _load(name: str, dtype: str) -> Any:
     import transformers
 
     path = Path(name).expanduser()
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise ConfigError(f"there is no reward model folder {name}")
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
+        raise ConfigError(f"there is no reward model folder {name} (and on the hub a name is of the form ORG/NAME)")
     try:
         model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
             str(path) if path.is_dir() else name, dtype=getattr(torch, dtype), output_loading_info=True

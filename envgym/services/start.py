@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,8 @@ class Services:
 
     async def start(self) -> None:
         """Start every service that is not running yet."""
-        await asyncio.gather(*(client.start() for client in self._clients.values()))
+        for client in self._clients.values():  # one after the other: each looks for a device with room
+            await client.start()
 
     def bind_policy(
         self, renderer: Renderer, engine: Engine, max_model_len: int, *, deterministic: bool = False, seed: int = 0
@@ -75,7 +76,7 @@ async def start_services(
     clients: dict[str, Client] = {}
     by_key: dict[str, Client] = {}
     try:
-        for part in {id(part): part for part in (spec, *spec.parts())}.values():
+        for part in _with_parts(spec):
             for name, declared in part.services.items():
                 if declared.key not in by_key:
                     unique = name if name not in clients else f"{name}-{len(clients)}"
@@ -97,6 +98,13 @@ async def start_services(
     finally:
         await Services(clients).close()
         await workers.close()
+
+
+def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
+    yield spec
+    for part in spec.parts():
+        if part is not spec:
+            yield from _with_parts(part)
 
 
 class _Workers:

@@ -64,7 +64,7 @@ class JudgeEnv(Env):
 
 
 class JudgeSpec(DataEnvSpec):
-    """The prompts, and the questions to the judge."""
+    """Answers in one turn, graded by a language model: each by itself, or the answers of a group ranked."""
 
     env_class = JudgeEnv
     Config = JudgeConfig

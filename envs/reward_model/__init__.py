@@ -91,7 +91,7 @@ class RewardModelEnv(Env):
 
 
 class RewardModelEnvSpec(DataEnvSpec):
-    """The prompts, and the models that pay."""
+    """Answers in one turn, paid by reward models: one or several with weights, here or behind HTTP."""
 
     env_class = RewardModelEnv
     Config = RewardModelConfig

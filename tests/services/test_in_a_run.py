@@ -68,7 +68,7 @@ def test_an_evaluation_is_paid_by_a_reward_model(tiny_model, tiny_reward_model, 
 
 def test_self_play_is_repeatable_in_a_deterministic_run(tiny_model, folder):
     (folder / "self_play.py").write_text(SELF_PLAY)
-    settings = {"env": "self_play.py:SelfPlay", "agent": "multi_turn", "deterministic": True, "eval.samples": 2}
+    settings = {"env": "self_play.py:SelfPlay", "deterministic": True, "eval.samples": 2, "eval.tasks": 3}
     try:
         first, again = (evaluate(tiny_model, **settings) for _ in range(2))
         other = evaluate(tiny_model, **settings, seed=1)
@@ -87,22 +87,41 @@ def test_equal_services_of_several_parts_are_one(tiny_reward_model):
             return {"reward": RewardModel(model=str(tiny_reward_model)), "opponent": Policy()}
 
     class Whole(envgym.EnvSpec):
-        members = (Part("a"), Part("b"))
+        def __init__(self, id, *members):
+            super().__init__(id)
+            self.members = members
 
         def parts(self):
             return self.members
 
     async def main():
-        whole = Whole("whole")
+        first, second = Part("a"), Part("b")
+        whole = Whole("whole", first, Whole("inner", second))
         async with start_services(whole, now=False) as services:
             assert sorted(services.names) == ["opponent", "reward"]
-            a, b = whole.parts()
-            assert a.clients == b.clients
+            assert first.clients == second.clients
             assert whole.clients == {}
             with pytest.raises(InvalidOutcome, match="none is being sampled here"):
-                await a.clients["opponent"].complete("?")
+                await first.clients["opponent"].complete("?")
 
     asyncio.run(main())
+
+
+def test_a_failed_judgement_is_a_failure_of_its_kind_and_no_zero(tiny_model, serving, folder):
+    (folder / "prompts.jsonl").write_text('{"prompt": "what is 1 + 1?"}\n' * 2 + '{"prompt": "what is 1 + 2?"}\n')
+
+    async def judge(request):
+        return web.json_response({"choices": [{"message": {"content": "I cannot say."}}]})
+
+    async def main():
+        async with serving(judge) as url:
+            env = {"name": "judge", "judge": {"base_url": url, "model": "m"}}
+            data = {"path": "prompts.jsonl", "test_fraction": 0.5}
+            return await asyncio.to_thread(evaluate, tiny_model, env=env, data=data)
+
+    result = asyncio.run(main())
+    assert result["failures"] == {"judge": result["n_episodes"]}
+    assert result["score"] is None
 
 
 JUDGED = """
