@@ -53,7 +53,7 @@ class MixtureConfig(EnvConfig):
 
 
 class Mixture(EnvSpec):
-    """The members, their tasks as one set, and which member plays which task."""
+    """Several environments in one run: a task is posed, played and judged by the member it comes from."""
 
     Config = MixtureConfig
     config: MixtureConfig
