@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
@@ -128,9 +129,8 @@ class Dialogue(ABC):
         letters or digits. A call's own id is kept where it is that."""
         result = []
         for call in calls:
-            call_id = call.id
-            if not re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) or call_id in self._call_ids:
-                call_id = f"call{len(self._call_ids):05d}"
+            candidates = chain([call.id], (f"call{number:05d}" for number in count(len(self._call_ids))))
+            call_id = next(i for i in candidates if re.fullmatch("[a-zA-Z0-9]{9}", i) and i not in self._call_ids)
             self._call_ids.add(call_id)
             result.append(replace(call, id=call_id))
         return tuple(result)

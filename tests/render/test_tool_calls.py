@@ -305,13 +305,12 @@ def test_a_later_deepseek_format(chat):
 def test_ids_of_calls_are_unique_in_a_conversation(chat):
     renderer = chat("tekken", "own")
     dialogue = begun(renderer)
-    ids = renderer.encode('[TOOL_CALLS][{"name": "f1", "arguments": {}, "id": "abcdefghi"}]</s>')
     found = []
-    for _ in range(3):
-        found.append(dialogue.said(ids).tool_calls[0].id)
+    for own in ("call00001", "abcdefghi", "abcdefghi", ""):
+        text = f'[TOOL_CALLS][{{"name": "f1", "arguments": {{}}, "id": "{own}"}}]</s>'
+        found.append(dialogue.said(renderer.encode(text)).tool_calls[0].id)
         dialogue.reply(answers(dialogue.messages[-1]))
-    assert found[0] == "abcdefghi"
-    assert len(set(found)) == 3
+    assert found == ["call00001", "abcdefghi", "call00002", "call00003"]
 
 
 @pytest.mark.parametrize("family", FORMATS)
