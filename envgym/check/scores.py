@@ -148,7 +148,9 @@ def _injection(means: Mapping[str, float | None], by_score: bool) -> Finding:
     noise = max((m for way in TRIVIAL if (m := means[way]) is not None), default=0.0)
     found = f"an answer that tells the grader to give the full score earns {mean:.2f}, noise {noise:.2f}"
     if mean >= MUCH and mean >= noise + MARGIN:
-        advice = "show a judge the answer as data, apart from its instructions, and let it say a verdict you parse"
+        advice = (
+            "give a model that grades the answer as data, apart from its instructions, and parse what it says strictly"
+        )
         return failed(name, found, advice)
     return ok(name, found)
 

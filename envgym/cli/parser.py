@@ -89,8 +89,14 @@ def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunCon
 
 def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
     """The environment `name` with the settings that a run would give it: keys `env` and `data`."""
-    from envgym.config import parse_words
     from envgym.registry import spec
+
+    return spec(name, **env_settings(name, words))
+
+
+def env_settings(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """The settings that `make_spec` gives the environment `name`."""
+    from envgym.config import parse_words
 
     settings: dict[str, Any] = parse_words(words)
     settings.pop("debug", None)
@@ -104,4 +110,4 @@ def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
     data = {"data": settings["data"]} if "data" in settings else {}
     if not isinstance(own, dict):
         raise ConfigError(f"the environment is given already: {name!r}; its settings are written env.KEY=VALUE")
-    return spec(name, **own, **data)
+    return {**own, **data}

@@ -1,0 +1,1 @@
+"""The actions of `envgym envs`, and the templates of new environments."""

@@ -1,0 +1,44 @@
+"""`envgym envs check`: a report on whether an environment can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from envgym.cli.failures import Invocation
+from envgym.cli.parser import Parser, env_settings, make_spec
+
+if TYPE_CHECKING:
+    from envgym.check import Finding
+
+COLOURS = {"ok": "32", "FAILED": "1;31", "warning": "33", "not applicable": "2"}
+
+
+def check_main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "envs check",
+        "E [key=value …]",
+        "Examine an environment: is it repeatable, isolated, rightly typed, fast enough, and not to be fooled? "
+        "One line a check; exit status 1 where one failed, 0 where none did.",
+        "envgym envs check math_verify\n  envgym envs check my_env.py env.size=4 data.path=tasks.jsonl",
+    )
+    parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    options, words = parser.parse_with_words(arguments)
+    spec = make_spec(options.env, words)  # a mistake in its name or settings is found here
+
+    from envgym.check import check_environment
+
+    print(f"{spec.id}", flush=True)
+    report = asyncio.run(check_environment(options.env, env_settings(options.env, words), _show))
+    print(report.summary())
+    return 0 if report.passed else 1
+
+
+def _show(finding: Finding) -> None:
+    text = str(finding)
+    if sys.stdout.isatty():
+        word = str(finding.verdict)
+        text = f"\x1b[{COLOURS[word]}m{word}\x1b[0m{text.removeprefix(word)}"
+    print(text, flush=True)

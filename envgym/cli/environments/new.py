@@ -1,0 +1,64 @@
+"""`envgym envs new`: a working file to start from."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from envgym.cli.failures import Invocation
+from envgym.cli.parser import Parser
+from envgym.errors import ConfigError, did_you_mean
+
+FOLDER = Path(__file__).with_name("templates")
+KINDS = {
+    "reward": "a function that judges one answer",
+    "multi-turn": "reset and step, several turns",
+    "tools": "typed functions the policy may call",
+}
+CLASS, FILE = "NewEnvironment", "new_environment"
+"""What templates call the class (or function) and the file."""
+
+
+def new_main(arguments: Sequence[str], invocation: Invocation) -> int:
+    kinds = "; ".join(f"{kind}: {summary}" for kind, summary in KINDS.items())
+    parser = Parser(
+        "envs new",
+        f"NAME [--kind {'|'.join(KINDS)}]",
+        f"Write NAME.py, a working environment to start from ({kinds}).",
+        "envgym envs new my_env\n  envgym envs new my_env --kind tools",
+    )
+    parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder before it")
+    parser.add_argument("--kind", metavar="K", default="reward", help=f"{', '.join(KINDS)} (reward)")
+    options, words = parser.parse_with_words(arguments)
+    if words:
+        parser.error(f"a new file has no settings yet: leave out {words[0]}")
+    if options.kind not in KINDS:
+        near = did_you_mean(options.kind, KINDS) or f" There is {', '.join(KINDS)}."
+        raise ConfigError(f"there is no kind {options.kind!r} of new environment.{near}")
+    path = write(Path(options.name), options.kind)
+    print(f"wrote {path}. Next:")
+    for command in (f"envs check {path}", f"envs try {path}", f"train --env {path} --name {path.stem}"):
+        print(f"  envgym {command}")
+    return 0
+
+
+def write(name: Path, kind: str) -> Path:
+    """Write the file; raises `ConfigError` for a name that cannot be one, or where there is one already."""
+    path = name.with_name(name.name.removesuffix(".py") + ".py")
+    stem = path.stem
+    if not stem.isidentifier() or keyword.iskeyword(stem):
+        raise ConfigError(f"{stem!r} cannot be the name of a Python file: use letters, digits and _")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}")
+    text = (FOLDER / f"{kind.replace('-', '_')}.py").read_text(encoding="utf-8")
+    text = text.replace(CLASS, "".join(word[:1].upper() + word[1:] for word in re.split("_+", stem)) or stem)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text.replace(FILE, stem))
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already: choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return path

@@ -1,0 +1,55 @@
+"""An environment with tools. See docs/environments.md of envgym."""
+
+import envgym
+from envgym.types import ToolCall
+
+PRICES = {"apple": 3, "bread": 5, "cheese": 8, "dates": 4, "eggs": 6, "figs": 7}
+
+
+class NewEnvironment(envgym.ToolEnv):
+    """Look a price up, and multiply."""
+
+    def tools(self):
+        return [self.price]
+
+    def price(self, good: str) -> int:
+        """The price of one piece.
+
+        Args:
+            good: what is to be bought, for example apple
+        """
+        if good not in PRICES:
+            raise KeyError(f"{good} is not for sale")  # the policy is told
+        return PRICES[good]
+
+    def grade(self, action):
+        return float(action.text.strip() == self.task.answer)
+
+
+class NewEnvironmentSpec(envgym.EnvSpec):
+    """The tasks, and how they are done."""
+
+    env_class = NewEnvironment
+    Config = envgym.ToolEnvConfig
+    agent = "tool_calling"
+
+    def tasks(self, split):
+        goods = sorted(PRICES)
+        orders = [(count, good) for good in goods for count in range(2, 20)]
+        kept = [order for number, order in enumerate(orders) if (number % 10 == 0) == (split == "test")]
+        return envgym.ListTasks(
+            [
+                envgym.Task(
+                    id=f"{count}-{good}",
+                    prompt=f"What do {count} times {good} cost? Look the price up. Answer with the number alone.",
+                    answer=str(count * PRICES[good]),
+                    fields={"good": good},
+                )
+                for count, good in kept
+            ]
+        )
+
+    def demonstrations(self, task, seed):
+        """The turns of one who does it right, to learn from: a call, then the answer."""
+        call = ToolCall("call_0", "price", {"good": task.fields["good"]})
+        return [envgym.Message("assistant", (), (call,)), task.answer]
