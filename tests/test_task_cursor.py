@@ -33,6 +33,7 @@ def take(cursor, *counts):
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 15), min_size=1, max_size=8))
+@settings(deadline=None)
 def test_an_epoch_has_every_task_once_however_it_is_cut(n, counts):
     ids = take(TaskCursor(task_set(n), seed=0), *counts)
     assert ids == take(TaskCursor(task_set(n), seed=0), sum(counts))
@@ -60,6 +61,7 @@ def test_the_seed_of_the_run_decides_on_the_order_of_mixed_sets():
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 20))
+@settings(deadline=None)
 def test_a_restored_cursor_goes_on_where_the_other_stood(n, before, after):
     cursor = TaskCursor(task_set(n), 3)
     take(cursor, before)

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from envgym.env import ListTasks, SeedTasks
@@ -30,6 +30,7 @@ WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
 @given(weights=WEIGHTS, seed=st.integers(0, 5), data=st.data())
+@settings(deadline=None, max_examples=50)
 def test_training_keeps_proportions_exactly_and_repeats_nothing_within_an_epoch(weights, seed, data):
     sizes = [data.draw(st.integers(1, 7)) for _ in weights]
     mixed = Interleaved([named("abcd"[i], size) for i, size in enumerate(sizes)], weights, seed)
@@ -45,6 +46,7 @@ def test_training_keeps_proportions_exactly_and_repeats_nothing_within_an_epoch(
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
+@settings(deadline=None, max_examples=50)
 def test_a_task_depends_on_its_index_alone(first, second):
     def mixed():
         return Interleaved([named("a", 13), SeedTasks("train"), named("b", 2)], [0.5, 0.3, 0.2], 3)
@@ -70,6 +72,7 @@ def test_each_seed_and_each_epoch_has_an_order_of_its_own():
 
 
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5))
+@settings(deadline=None)
 def test_blocks_come_within_a_thousandth_of_any_weights(weights):
     counts = block_counts(weights)
     assert min(counts) >= 1
@@ -86,6 +89,7 @@ def test_a_block_is_the_smallest_with_the_proportions():
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=4))
+@settings(deadline=None)
 def test_evaluation_repeats_nothing_loses_nothing_and_is_in_proportion(parts):
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
     merged = InProportion([named("abcd"[i], size) for i, size in enumerate(sizes)], weights)
@@ -174,7 +178,11 @@ def test_a_prompt_that_one_source_holds_out_is_trained_on_in_none(write, caplog)
     assert [task.prompt for task in tasks_of(shared.test)] == ["c", "x"]
 
 
-@given(st.lists(st.integers(0, 30), min_size=2), st.lists(st.integers(0, 30), min_size=2), st.floats(0.05, 0.9))
+MANY = st.lists(st.integers(0, 60), min_size=8)
+
+
+@given(MANY, MANY, st.floats(0.05, 0.6))
+@settings(deadline=None, max_examples=50)
 def test_no_prompt_is_on_both_sides_of_several_sources(tmp_path_factory, first, second, fraction):
     folder = tmp_path_factory.mktemp("mixed")
     for name, numbers in (("a", first), ("b", second)):
