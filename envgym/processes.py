@@ -43,6 +43,7 @@ class Processes:
         self._free: asyncio.Queue[Process] = asyncio.Queue()
         for process in self._members:
             self._free.put_nowait(process)
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start all of them. Raises what the class's constructor raises; then nothing is left running."""
@@ -59,24 +60,34 @@ class Processes:
         try:
             return await process.call(method, *args, timeout=timeout)
         finally:
-            await asyncio.shield(self._give_back(process))
+            giving_back = asyncio.create_task(self._give_back(process))  # its caller need not wait for that
+            self._giving_back.add(giving_back)
+            giving_back.add_done_callback(self._giving_back.discard)
 
     async def session(self) -> Session:
         """A place for state in the process that holds the fewest."""
         process = min(self._members, key=lambda process: process.sessions)
         process.sessions += 1
         try:
-            return Session(process, await process.start())
+            return Session(process, await process.restarted())
         except BaseException:
             process.sessions -= 1
             raise
 
     async def _give_back(self, process: Process) -> None:
-        """Free a process again, once it is known to be of use."""
-        await process.checked()
-        self._free.put_nowait(process)
+        """Free a process again once it is of use: known to react, and started anew where it was killed."""
+        try:
+            await process.checked()
+            await process.start()
+        except WorkerError:
+            pass  # whoever calls it next is told
+        finally:
+            self._free.put_nowait(process)
 
     async def close(self) -> None:
+        """End them all. What they printed is kept where one failed."""
+        for giving_back in list(self._giving_back):
+            giving_back.cancel()
         await asyncio.gather(*(process.close() for process in self._members))
         if self._temporary is not None and not any(process.failed for process in self._members):
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -122,7 +133,7 @@ class Process:
         `CallTimeout` raised. Without one the caller keeps the time: when it gives up, the call is cancelled there, and
         the process killed should it not react. `on` is the incarnation that is meant.
         """
-        worker = on or await self.start()
+        worker = on or await self.restarted()
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
@@ -144,6 +155,13 @@ class Process:
         except WorkerError as error:
             self.failed = True
             raise InvalidOutcome("environment", str(error)) from None
+
+    async def restarted(self) -> LocalWorker:
+        """The process, running. Where it does not start a second time that is a `crash`, and no end of the run."""
+        try:
+            return await self.start()
+        except WorkerError as error:
+            raise InvalidOutcome("crash", str(error), retryable=True) from None
 
     async def checked(self) -> None:
         """Wait until it is known whether the process still reacts, where that is in doubt."""

@@ -183,6 +183,34 @@ def test_registered_later_module_is_imported_only_when_asked_for(write, monkeypa
     assert registry.make("guess").spec.id == "guess-v0"
 
 
+ADAPTER = """
+import envgym
+
+class Adapted(envgym.EnvSpec):
+    pass
+
+def adapt(path, name):
+    return Adapted if "foreign" in path.read_text() else None
+"""
+
+
+def test_a_package_makes_environments_of_files_for_another_program(write, monkeypatch):
+    """They are asked before the file is imported, and the first that knows it wins."""
+    write(ADAPTER, "adapter_of_files.py")
+    monkeypatch.syspath_prepend(write("", "guess.py").parent)
+    offered = registry._offered
+    mine = {"none": "envgym.envs.openrlhf.files:environment_of", "mine": "adapter_of_files:adapt"}
+    monkeypatch.setattr(registry, "_offered", lambda group: mine if group == "envgym.files" else offered(group))
+    foreign = write("raise RuntimeError('foreign')", "other.py")
+    spec = registry.spec(str(foreign))
+    assert type(spec).__name__ == "Adapted"
+    assert registry.spec_from_json(spec.to_json()) == spec
+    assert not any("other" in name for name in sys.modules)
+    assert type(registry.spec(str(write(GUESS))).make().env).__name__ == "Guess"
+    registry.register("lab/Other-v0", str(foreign))
+    assert type(registry.spec("lab/Other")).__name__ == "Adapted"
+
+
 def test_learners_in_files_and_by_name(write):
     path = write("""
         from envgym.learner import Learner

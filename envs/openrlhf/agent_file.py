@@ -133,7 +133,7 @@ class AgentFile(ForeignFile):
     """
 
     agent = "openrlhf_executor"
-    env_class = AgentEnv
+    env = AgentEnv
     Config = AgentFileConfig
     config: AgentFileConfig
     host = "envgym.envs.openrlhf.host:AgentHost"

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
+from envgym.env import Env
 from envgym.fingerprint import text_hash
 from envgym.processes import Processes
 from envgym.registry import spec_from_json
@@ -30,6 +31,7 @@ class ForeignFile(DataEnvSpec):
     answer_required = False
     path: ClassVar[Path]
     name: ClassVar[str]
+    env: ClassVar[type[Env]]
     host: ClassVar[str]
     """The class that runs in the processes."""
 
@@ -38,7 +40,11 @@ class ForeignFile(DataEnvSpec):
     @classmethod
     def for_file(cls, path: Path, name: str, about: str | None) -> type[Self]:
         """The environment of what is called `name` in the file at `path`."""
+        about = about or f"{name} of {path.name}, written for OpenRLHF."
         return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": about})
+
+    def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
+        super().__init__(id, env_class or self.env, **kwargs)
 
     def __reduce__(self) -> Any:
         return spec_from_json, (self.to_json(),)
@@ -48,6 +54,7 @@ class ForeignFile(DataEnvSpec):
 
     async def setup(self) -> None:
         await super().setup()
+        self.tasks("train")  # where there are none, that is said before anything is started
         target = {"target": f"{self.path}:{self.name}"}
         settings = self.config
         self.processes = Processes(self.host, target, count=settings.processes, name=self.path.stem, logs=settings.logs)

@@ -27,7 +27,7 @@ class RewardFile(ForeignFile):
     killed and the group fails.
     """
 
-    env_class = GroupRewardEnv
+    env = GroupRewardEnv
     Config = RewardFileConfig
     config: RewardFileConfig
     host = "envgym.envs.openrlhf.host:RewardHost"

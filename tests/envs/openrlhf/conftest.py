@@ -52,7 +52,7 @@ def renderer(tiny_model):
 
 
 @pytest.fixture
-def play(renderer, recording):
+def play(renderer, recording, tmp_path):
     """`play(file, tasks, answers, …)`: the groups of a rollout, and the engine. `env` are settings of the environment,
     others of the rollout."""
 
@@ -60,8 +60,11 @@ def play(renderer, recording):
             agent_settings=None, **rollout):  # fmt: skip
         engine = recording(Scripted(renderer, answers if callable(answers) else lambda member, turn: answers))
 
+        rows = tmp_path / "rows.jsonl"  # the tasks that are played are given
+        rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
         async def main():
-            async with registry.spec(str(file), **(env or {})) as spec:
+            async with registry.spec(str(file), data={"path": str(rows)}, **(env or {})) as spec:
                 agent_class = load_component("agent", agent or spec.agent)
                 runner = Runner(
                     spec,

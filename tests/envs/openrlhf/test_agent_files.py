@@ -167,29 +167,27 @@ def test_sampling_parameters_of_any_kind(play, ok, agent_file, task, given):
     assert (episode.outcome.status, episode.outcome.reason) == (Status.TRUNCATED, "length")
 
 
-def test_a_parameter_that_has_no_effect_is_refused(play, agent_file, task):
-    step = 'return {"rewards": 1.0, "environment_feedback": "", "done": False, "sampling_params": {"stop": ["END"]}}'
-    groups, _ = play(agent_file(step), [task()], "x", size=1)
-    outcome = groups[0].episodes[0].outcome
-    assert outcome.reason == "invalid_environment"
-    assert "sampling parameter stop=['END'], which has no effect here" in outcome.message
+WRONG = {
+    "return None": "step must return a dict",
+    'return {"rewards": 1.0}': "step returned no 'done', only rewards",
+    'return {"rewards": "1", "done": True}': "step returned the rewards '1'",
+    'return {"rewards": float("nan"), "done": True}': "step returned the rewards nan",
+    'return {"rewards": 0.0, "done": False}': "with the text 'environment_feedback'",
+    'return {"rewards": 1.0, "environment_feedback": "", "done": False, "sampling_params": {"stop": ["END"]}}':
+        "sampling parameter stop=['END'], which has no effect here",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("step", "says"),
-    [
-        ("return None", "step must return a dict"),
-        ('return {"rewards": 1.0}', "step returned no 'done', only rewards"),
-        ('return {"rewards": "1", "done": True}', "step returned the rewards '1'"),
-        ('return {"rewards": float("nan"), "done": True}', "step returned the rewards nan"),
-        ('return {"rewards": 0.0, "done": False}', "with the text 'environment_feedback'"),
-    ],
-)
-def test_what_step_must_return(play, agent_file, task, step, says):
-    groups, _ = play(agent_file(step), [task()], "x", size=1)
-    outcome = groups[0].episodes[0].outcome
-    assert (outcome.status, outcome.reason) == (Status.FAILED, "invalid_environment")
-    assert says in outcome.message
+def test_what_step_must_return(play, agent_file, task):
+    step = """scope = {}
+        exec(f"def it():\\n    {states['label']}", scope)  # does what the label says
+        return scope["it"]()"""
+    tasks = [task(answer=body, id=f"t{index}") for index, body in enumerate(WRONG)]
+    groups, _ = play(agent_file(step), tasks, "x", size=1)
+    for group, says in zip(groups, WRONG.values(), strict=True):
+        [episode] = group.episodes
+        assert (episode.outcome.status, episode.outcome.reason) == (Status.FAILED, "invalid_environment")
+        assert says in episode.outcome.message
 
 
 def test_plain_multi_turn_plays_it_as_well(play, ok, agent_file, task):
@@ -341,26 +339,30 @@ def test_only_what_is_declared_is_trained(play, custom, task):
     assert episode.reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("return {'reward': 1.0}", "execute sampled nothing"),
-        ("return 1.0", "execute must return a dict with 'reward'"),
-        ("raise RuntimeError('lost')", "RuntimeError: lost"),
-        ("await llm_engine.generate('text', sampling_params)", "token ids, not text"),
-        ("x = await llm_engine.generate([5], sampling_params)\n"
-         "        return {'reward': 1.0, 'observation_tokens': [5, 1, 2, 3], 'action_ranges': [(1, 4)]}",
-         r"action_ranges[0] = (1, 4), which is not what was sampled"),
-        ("x = (await llm_engine.generate([5], sampling_params)).outputs[0].token_ids\n"
-         "        return {'reward': 1.0, 'observation_tokens': [6, *x], 'action_ranges': [(1, 1 + len(x))]}",
-         "which is not what was sampled"),
-    ],
-)  # fmt: skip
-def test_an_execute_that_cannot_be_trained_on_fails(play, custom, task, body, says):
-    groups, _ = play(custom(body), [task()], "word word", size=1)
-    outcome = groups[0].episodes[0].outcome
-    assert outcome.status is Status.FAILED
-    assert says in outcome.message
+UNTRAINABLE = {
+    "return {'reward': 1.0}": "execute sampled nothing",
+    "return 1.0": "execute must return a dict with 'reward'",
+    "raise RuntimeError('lost')": "RuntimeError: lost",
+    "await llm_engine.generate('text', sampling_params)": "token ids, not text",
+    "x = await llm_engine.generate([5], sampling_params)\n"
+    "    return {'reward': 1.0, 'observation_tokens': [5, 1, 2, 3], 'action_ranges': [(1, 4)]}":
+        "action_ranges[0] = (1, 4), which is not what was sampled",
+    "x = (await llm_engine.generate([5], sampling_params)).outputs[0].token_ids\n"
+    "    return {'reward': 1.0, 'observation_tokens': [6, *x], 'action_ranges': [(1, 1 + len(x))]}":
+        "which is not what was sampled",
+}  # fmt: skip
+
+
+def test_an_execute_that_cannot_be_trained_on_fails(play, custom, task):
+    body = """scope = {"llm_engine": llm_engine, "sampling_params": sampling_params}
+        exec("async def it():\\n    " + label, scope)  # does what the label says
+        return await scope["it"]()"""
+    tasks = [task(answer=body, id=f"t{index}") for index, body in enumerate(UNTRAINABLE)]
+    groups, _ = play(custom(body), tasks, "word word", size=1)
+    for group, says in zip(groups, UNTRAINABLE.values(), strict=True):
+        [episode] = group.episodes
+        assert episode.outcome.status is Status.FAILED
+        assert says in episode.outcome.message
 
 
 @pytest.mark.parametrize("expects", [True, False])

@@ -1,5 +1,6 @@
 """Reward functions for OpenRLHF: those of the seeds as they stand, and what a file of that kind may do."""
 
+import asyncio
 import os
 import sys
 import time
@@ -46,6 +47,7 @@ def test_004_template_has_a_metric_for_each_answer(play, ok, seed, task):
 
 def test_004_code_gen_runs_code(play, ok, seed, task, monkeypatch):
     """It calls `python`, which must be one that has pytest."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it allows five seconds
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     answers = [
         "def test_it():\n    assert 40 + 2 == 42",
@@ -144,26 +146,29 @@ def test_prompts_as_raw_text_for_a_base_model(play, ok, reward_file, task):
     assert engine.engine.prompts()[0] == "What is 40 + 2?"
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "says"),
-    [
-        ("raise KeyError('gold')", "environment", "KeyError: 'gold'"),
-        ("raise SystemExit(3)", "crash", "exit status 3"),
-        ("import os; os.abort()", "crash", "SIGABRT"),
-        ("return {'scores': [1, 1]}", "invalid_environment", "no 'rewards', only scores"),
-        ("return [1.0]", "invalid_environment", "1 values for 2 answers"),
-        ("return ['good', 'bad']", "invalid_environment", ": it must be a finite number"),
-        ("return None", "invalid_environment", "no 'rewards'"),
-        ("return {'rewards': [1, 1], 'scores': [1]}", "invalid_environment", "1 values for 2 answers"),
-    ],
-)
-def test_a_function_that_breaks_fails_its_group_and_is_no_zero(play, reward_file, task, body, kind, says):
-    groups, _ = play(reward_file(body), [task()], "42")
-    for episode in groups[0].episodes:
-        assert (episode.outcome.status, episode.outcome.reason) == (Status.FAILED, kind)
-        assert says in episode.outcome.message
-        assert "\n" not in episode.outcome.message
-        assert (episode.reward, episode.score) == (None, None)
+BREAKS = {
+    "raise KeyError('gold')": ("environment", "KeyError: 'gold'"),
+    "return {'scores': [1, 1]}": ("invalid_environment", "no 'rewards', only scores"),
+    "return [1.0]": ("invalid_environment", "1 values for 2 answers"),
+    "return ['good', 'bad']": ("invalid_environment", ": it must be a finite number"),
+    "return None": ("invalid_environment", "no 'rewards'"),
+    "return {'rewards': [1, 1], 'scores': [1]}": ("invalid_environment", "1 values for 2 answers"),
+    "raise SystemExit(3)": ("crash", "exit status 3"),
+    "import os; os.abort()": ("crash", "SIGABRT"),
+}
+
+
+def test_a_function_that_breaks_fails_its_group_and_is_no_zero(play, reward_file, task):
+    file = reward_file(
+        "scope = {}; exec(f'def it():\\n    {labels[0]}', scope); return scope['it']()"  # does what the label says
+    )
+    groups, _ = play(file, [task(answer=body, id=f"t{index}") for index, body in enumerate(BREAKS)], "42")
+    for group, (kind, says) in zip(groups, BREAKS.values(), strict=True):
+        for episode in group.episodes:
+            assert (episode.outcome.status, episode.outcome.reason) == (Status.FAILED, kind)
+            assert says in episode.outcome.message
+            assert "\n" not in episode.outcome.message
+            assert (episode.reward, episode.score) == (None, None)
 
 
 def test_one_nan_fails_one_episode(play, reward_file, task):
@@ -242,6 +247,12 @@ def test_the_file_is_not_imported_here_and_its_spec_is_json(write):
     file.write_text(file.read_text() + "\n# changed\n")
     assert spec.fingerprint()["code"] != before["code"]
     assert spec.fingerprint()["spec"] == before["spec"]
+
+
+def test_without_tasks_nothing_is_started(seed, monkeypatch):
+    monkeypatch.setattr("envgym.envs.openrlhf.foreign_file.Processes", None)
+    with pytest.raises(ConfigError, match=r"has no tasks of its own: give it some with data\.path=FILE"):
+        asyncio.run(registry.spec(str(seed("s004_reward_func_math"))).ensure_setup())
 
 
 def test_an_import_that_fails_is_one_line_when_the_environment_is_set_up(play, write, task):
