@@ -55,6 +55,10 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def children(self):
+        """The ids of its processes."""
+        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+
     def end(self, number=signal.SIGTERM):
         self.process.send_signal(number)
         try:
@@ -68,9 +72,12 @@ class Server:
 def server(tiny_reward_model, tmp_path_factory):
     server = Server(tiny_reward_model, tmp_path_factory.mktemp("cache"), "batch_size=4", "max_length=60")
     yield server
+    children = server.children()
     status, rest, errors = server.end()
     assert (status, rest, errors) == (0, "", "")
     assert not server.token_file.exists()
+    assert children
+    assert not any(Path("/proc", child).exists() for child in children)
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +157,11 @@ def test_a_dead_model_ends_the_server_with_one_line(tiny_reward_model, tmp_path)
     server = Server(tiny_reward_model, tmp_path, "--token-file", str(tmp_path / "token"))
     try:
         assert server.token == "my-own-token"
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        for child in children:
+        for child in server.children():
             os.kill(int(child), signal.SIGKILL)
         with contextlib.suppress(OSError):  # it may be gone before it answers
             assert server.post({"query": ["a"]})[0] == 503
-        assert server.process.wait(30) == 2
+        assert server.process.wait(60) == 2
         errors = server.process.stderr.read()
         assert re.fullmatch(r"envgym: error: the reward model's process ended .*log: .*\n", errors)
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import envgym
-from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
+from envgym.errors import ConfigError, InvalidOutcome, WorkerDied
 from envgym.services import RewardModel, start_services
 from envgym.workers.inline import InlineRuntime
 
@@ -42,7 +42,7 @@ def pids():
     return found
 
 
-def test_episodes_share_a_worker_and_its_batches(tiny_reward_model):
+def test_episodes_share_a_worker_and_its_batches_and_a_run_ends_with_it(tiny_reward_model):
     texts = [f"what is {number} + 34?" for number in range(40)]
 
     async def main():
@@ -65,28 +65,12 @@ def test_episodes_share_a_worker_and_its_batches(tiny_reward_model):
                 await client.score_one("12 + 34 " * 100)
             assert (failure.value.kind, failure.value.retryable) == ("too_long", False)
             assert await client.score_one(texts[0]) == pytest.approx(rewards[0], abs=1e-5)
-            waiting = asyncio.create_task(client.score_one("late"))
-            await asyncio.sleep(0)
-            await client.close()
-            with pytest.raises(WorkerError, match="closed"):
-                await waiting
-        assert pid not in pids()
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"service-helpful was killed by SIGKILL .*log: "):
+                await asyncio.wait_for(client.score_one("late"), 30)
         return rewards
 
     assert len(set(asyncio.run(main()))) == 40
-
-
-def test_a_worker_that_dies_ends_the_run(tiny_reward_model, tmp_path):
-    async def main():
-        before = pids()
-        spec = Spec(reward=RewardModel(model=str(tiny_reward_model)))
-        async with start_services(spec):
-            [pid] = set(pids()) - set(before)
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(WorkerDied, match=r"service-reward was killed by SIGKILL .*log: "):
-                await asyncio.wait_for(spec.clients["reward"].score_one("text"), 30)
-
-    asyncio.run(main())
 
 
 def test_in_a_deterministic_run_rewards_do_not_depend_on_timing(tiny_reward_model):
