@@ -30,7 +30,7 @@ def train(
 
 def evaluate(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
     """Measure `settings["model"]` on the held-out tasks of `settings["env"]`, as `envgym eval` does."""
-    from .evaluate import evaluate_policy
+    from .evaluation import evaluate_policy
 
     config = resolve(_nested(settings))
     display = Display() if quiet else open_display(config)

@@ -22,7 +22,7 @@ from .config import RunConfig, StageConfig
 from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
 from .errors import RunError
-from .evaluate.held_out import HeldOut
+from .evaluation.held_out import HeldOut
 from .learner import Learner, LearnerConfig, LearnRow
 from .metrics import check_failures, rollout_metrics
 from .rollout import Play, Runner

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     invocation.debug |= config.debug
 
     from envgym.display import open_display
-    from envgym.evaluate import evaluate_policy
+    from envgym.evaluation import evaluate_policy
     from envgym.report import aligned, evaluation_lines
 
     display = open_display(config)

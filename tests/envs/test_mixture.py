@@ -14,7 +14,7 @@ from envgym.config import RolloutConfig, parse_words, resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvConfig, EnvSpec, ListTasks
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
-from envgym.evaluate.held_out import result_of
+from envgym.evaluation.held_out import result_of
 from envgym.metrics import rollout_metrics
 from envgym.rollout import Play, Runner
 from envgym.types import Action, Episode, Outcome, Task

@@ -2,7 +2,7 @@
 
 import math
 
-from envgym.evaluate.result import EvalResult
+from envgym.evaluation.result import EvalResult
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task
 
 

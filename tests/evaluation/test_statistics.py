@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.evaluate.statistics import clustered_mean, t_quantile_975, wilson_interval
+from envgym.evaluation.statistics import clustered_mean, t_quantile_975, wilson_interval
 
 SCORES = st.dictionaries(st.text(max_size=3), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=9)
 
