@@ -4,6 +4,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("envgym", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("envgym")
 
 TEXT = """what is twelve plus thirty-four? the answer is forty-six. what is 12 + 34? the answer is 46.
 A merging tokenizer writes the same text in more than one way, which a character tokenizer cannot."""
