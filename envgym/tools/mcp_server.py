@@ -99,6 +99,7 @@ class McpSession:
         self.tools: tuple[Tool, ...] = ()
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
+        self._log: int | None = None
         self._last_words = ""
 
     async def __aenter__(self) -> Self:
@@ -126,21 +127,18 @@ class McpSession:
             raise missing_package("mcp", "mcp", f"the MCP server {self._server.label}") from None
         self._server.check()
         self._loop = asyncio.get_running_loop()
-        self._ready = asyncio.Event()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stop = asyncio.Event()
         self._scope = anyio.CancelScope()
         try:
             async with _turn_to_start():
                 self._task = asyncio.create_task(self._live())
                 self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # told by `_failure`
-                ready = asyncio.create_task(self._ready.wait())
                 timeout = self._server.start_timeout
-                await asyncio.wait({self._task, ready}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                ready.cancel()
+                await asyncio.wait({self._task, self._ready}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not self.alive:
-                raise await self._failure(
-                    "ended at once" if self._task.done() else f"was not ready after {timeout:g} s"
-                )
+                what = "cannot be used" if self._task.done() else f"was not ready after {timeout:g} s"
+                raise await self._failure(what)
         except BaseException:
             await self.close()
             raise
@@ -149,14 +147,20 @@ class McpSession:
         """End the session, and the server's process with it. Safe to call twice."""
         if self._task is None:
             return
-        if not self._ready.is_set():
+        if not self._ready.done():
             self._scope.cancel()
         self._stop.set()
-        # Waiting may be cancelled; the task ends all the same.
-        await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
-        if not self._task.done():
-            self._scope.cancel()
+        try:
             await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+            if not self._task.done():
+                self._scope.cancel()
+                await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+        except asyncio.CancelledError:
+            # The loop may be about to end, and the library's patience with it: the rest of its work is to find the
+            # process gone.
+            self._kill()
+            raise
+        self._kill()
         self._task.cancel()
 
     # -- the session's own task ---------------------------------------------------------------------------
@@ -169,19 +173,29 @@ class McpSession:
             # from another's. A server that has no such handshake says so.
             for mode in ("legacy", "auto"):
                 with tempfile.TemporaryFile() as log:
+                    self._log = log.fileno()
                     try:
                         async with Client(self._transport(log), mode=mode, cache=None) as client:
                             self.tools = await self._list(client)
                             self._client = client
-                            self._ready.set()
+                            self._ready.set_result(None)
                             await self._stop.wait()
                         return
                     except Exception as error:
-                        if mode == "auto" or self._ready.is_set() or not _refused(error):
+                        if mode == "auto" or self._ready.done() or not _refused(error):
                             raise
                     finally:
                         self._client = None
-                        self._last_words = _end_process(log.fileno())
+                        self._kill()
+                        self._last_words = _last_line(self._log)
+                        self._log = None
+
+    def _kill(self) -> None:
+        """Kill what is left of the server's process group."""
+        group = None if self._log is None else _guarded_pid(self._log)
+        if group is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
 
     @contextlib.asynccontextmanager
     async def _transport(self, log: Any) -> AsyncIterator[Any]:
@@ -290,18 +304,18 @@ def _guarded() -> list[str]:
     return [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
 
 
-def _end_process(log: int) -> str:
-    """Kill what is left of a server's process group, and return the last thing the server said on stderr."""
-    text = os.pread(log, 100, 0)
-    end = os.fstat(log).st_size
-    first, newline, _ = text.partition(b"\n")
-    if sys.platform == "linux" and newline and first.isdigit():  # as the guard wrote it
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(int(first), signal.SIGKILL)
-    else:
-        first = b""
-    start = max(len(first), end - 4000)
-    lines = os.pread(log, 4000, start).decode("utf-8", "replace").split("\n")
+def _guarded_pid(log: int) -> int | None:
+    """The process id that the guard wrote as the first line on stderr; the process leads a group of its own."""
+    first, newline, _ = os.pread(log, 100, 0).partition(b"\n")
+    return int(first) if sys.platform == "linux" and newline and first.isdigit() else None
+
+
+def _last_line(log: int) -> str:
+    """The last thing a server said on stderr."""
+    # Not by seeking: the place in the file is the server's too.
+    lines = os.pread(log, 4000, max(0, os.fstat(log).st_size - 4000)).decode("utf-8", "replace").splitlines()
+    if _guarded_pid(log) is not None and lines and lines[0].isdigit():
+        lines = lines[1:]
     return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
 
 

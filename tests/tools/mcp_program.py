@@ -1,0 +1,94 @@
+"""An MCP server that the tests start: `mcp_program.py [--port N] [--stubborn] [--hang] [--die]`."""
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Literal
+
+from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("test", log_level="ERROR")
+notes: dict[str, list[str]] = {}
+
+
+@server.tool()
+def add(a: int, b: int, sign: Literal["+", "-"] = "+") -> int:
+    """Add two numbers."""
+    return a + b if sign == "+" else a - b
+
+
+@server.tool()
+def fail(why: str) -> str:
+    """Fail."""
+    raise ToolError(f"there is no {why}\nand never was")
+
+
+@server.tool()
+async def sleep(seconds: float) -> str:
+    """Sleep."""
+    await asyncio.sleep(seconds)
+    return "slept"
+
+
+@server.tool()
+def note(word: str, context: Context) -> list[str]:
+    """Note a word of this session's."""
+    session = (context.headers or {}).get("mcp-session-id", "")
+    notes.setdefault(session, []).append(word)
+    return notes[session]
+
+
+@server.tool()
+def header(name: str, context: Context) -> str:
+    """A header of the request."""
+    return (context.headers or {}).get(name, "none")
+
+
+@server.tool()
+def variable(name: str) -> str:
+    """An environment variable."""
+    return os.environ.get(name, "none")
+
+
+@server.tool()
+def pid() -> int:
+    """The server's process."""
+    return os.getpid()
+
+
+@server.tool()
+def child() -> int:
+    """Start a process that outlives the server."""
+    return subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).pid
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    print("out of paper", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    for flag in ("--stubborn", "--hang", "--die"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args()
+    if options.die:
+        sys.exit("no licence found")
+    if options.hang:
+        time.sleep(600)
+    if options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.port:
+        server.run("streamable-http", port=options.port)
+    else:
+        server.run()
+    if options.stubborn:  # its input has ended
+        time.sleep(600)
