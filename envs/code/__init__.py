@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -134,32 +135,28 @@ class Code(DataEnvSpec):
         if not isinstance(task.answer, str):
             raise DataError(f"task {task.key} has no solution to show: say where it is with data.answer=FIELD")
         code = task.answer if "```" in task.answer else f"```python\n{task.answer.strip()}\n```"
-        opening = random.Random(f"{task.key} {seed}").choice(_OPENINGS)
-        return [f"{opening}{code}"]
+        greeting = random.Random(f"{task.key} {seed}").choice(_GREETINGS)
+        return [f"{greeting}{code}"]
 
     def _usual(self, task: Task) -> Any:
         return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
 
 
-_OPENINGS: Sequence[str] = ("", "Here is the code:\n\n", "This does it:\n\n")
+_GREETINGS: Sequence[str] = ("", "Here is the code:\n\n", "This does it:\n\n")
+_OPENING = re.compile(r"```(?:python3?|py)[ \t]*\r?\n", re.IGNORECASE)
+_CLOSING = re.compile(r"^[ \t]*```", re.MULTILINE)
 
 
 def last_block(text: str) -> str:
-    """The content of the last Python block, also one that never closes; without any, of the last block of another
-    kind or none; without blocks, all of the text."""
-    block: list[str] | None = None
-    found: dict[bool, str] = {}
-    is_python = False
-    for line in text.splitlines():
-        fence = line.strip()
-        if not fence.startswith("```"):
-            if block is not None:
-                block.append(line)
-        elif block is None:
-            block, is_python = [], fence[3:].strip().lower() in ("python", "py", "python3")
-        else:
-            found[is_python] = "\n".join(block)
-            block = None
-    if block is not None:
-        found[is_python] = "\n".join(block)
-    return found.get(True, found.get(False, text))
+    """The code in the last Python block, also of one that never closes; without any, in the last block of another kind;
+    without blocks, all of the text."""
+    openings = list(_OPENING.finditer(text))
+    if openings:
+        code = text[openings[-1].end() :]
+        closing = _CLOSING.search(code)
+        return code[: closing.start()] if closing else code.partition("```")[0]
+    parts = text.split("```")
+    if len(parts) < 2:
+        return text
+    inside = parts[-2] if len(parts) % 2 else parts[-1]  # an odd number of fences: the last one never closes
+    return inside.partition("\n")[2]

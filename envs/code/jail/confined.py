@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from . import landlock, linux, seccomp
 from .program import NOBODY, Host, Program, Streams, connect, environment, execute, limit, reset_signals, write_files
 
-_DEVICES = ("/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = ("/dev/random", "/dev/urandom")
 
 
 @contextmanager

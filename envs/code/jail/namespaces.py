@@ -1,6 +1,6 @@
 """Namespaces: a program with a file system, a process table, a network and users of its own.
 
-Its file system has of this machine the Python interpreter, the system's libraries and five devices, read-only. What
+Its file system has of this machine the Python interpreter, the system's libraries and three devices, read-only. What
 the program writes goes to a small file system in memory that ends with it.
 """
 
@@ -30,7 +30,7 @@ from .program import (
 _ROOT = os.path.dirname(os.path.abspath(__file__))
 """Where the new root is built. Any folder does: only the program's own mount namespace sees it there."""
 _SCRATCH, _HOME, _TEMPORARY, _SHARED, _PACKAGES = "/box", "/box/work", "/box/tmp", "/box/shm", "/packages"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "random", "urandom")
 _ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top
 
 

@@ -24,10 +24,11 @@ _DENIED: _Calls = {
     "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280), "chroot": (161, 51),
     "clock_adjtime": (305, 266), "clock_settime": (227, 112), "delete_module": (176, 106),
     "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "ioperm": (173, None), "iopl": (172, None),
-    "ioprio_set": (251, 30), "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104),
-    "keyctl": (250, 219), "lookup_dcookie": (212, 18), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_setup": (206, 0),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425),
+    "ioperm": (173, None), "iopl": (172, None), "ioprio_set": (251, 30),
+    "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219),
+    "lookup_dcookie": (212, 18), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40), "mount_setattr": (442, 442),
     "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
@@ -48,13 +49,15 @@ _DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not (always) contro
     "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "truncate": (76, 45),
     "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT = (56, 220), (435, 435), (302, 261)
+_CLONE, _CLONE3, _MMAP, _PRLIMIT = (56, 220), (435, 435), (9, 222), (302, 261)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _CLONE_THREAD = 0x00010000
+_MAP_SHARED_ANONYMOUS = 0x21
 _NAMESPACES = 0x7E020080  # every CLONE_NEW… flag, time namespaces included
 
-_LOAD, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data, <linux/seccomp.h>
+_FOURTH_ARGUMENT_AT = _ARGUMENTS_AT + 3 * 8
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _MODE_FILTER = 2
 
@@ -86,6 +89,7 @@ def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
         _refuse(errno.ENOSYS),
         *_when(_CLONE3[column], [_refuse(errno.ENOSYS)]),  # its flags cannot be read here; C libraries fall back
         *_when(_PRLIMIT[column], _only_if_argument_is(0)),  # its own limits, nobody else's
+        *_when(_MMAP[column], _no_shared_memory_without_a_file()),
     ]
     denied = dict(_DENIED)
     clone = [_instruction(_LOAD, _ARGUMENTS_AT), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _refuse(errno.EPERM)]
@@ -111,6 +115,17 @@ def _only_if_argument_is(value: int) -> list[bytes]:
     """The low half of the first argument: process ids have no high one."""
     test = _instruction(_EQUAL, value, 1, 0)
     return [_instruction(_LOAD, _ARGUMENTS_AT), test, _refuse(errno.EPERM), _instruction(_RETURN, _ALLOW)]
+
+
+def _no_shared_memory_without_a_file() -> list[bytes]:
+    """Processes could hold it without its being counted for any of them."""
+    return [
+        _instruction(_LOAD, _FOURTH_ARGUMENT_AT),
+        _instruction(_AND, _MAP_SHARED_ANONYMOUS),
+        _instruction(_EQUAL, _MAP_SHARED_ANONYMOUS, 0, 1),
+        _refuse(errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
+    ]
 
 
 def _refuse(error: int) -> bytes:

@@ -1,0 +1,62 @@
+"""The problems that are made up: the same everywhere, disjoint, and with tests that tell right from wrong."""
+
+import asyncio
+import json
+from collections import Counter
+
+from envgym.envs.code.cases import read_cases
+from envgym.envs.code.families import FAMILIES
+from envgym.envs.code.problems import MadeUpTasks, held_out_tasks
+
+TRAIN = MadeUpTasks(10)
+
+
+def train(index):
+    return asyncio.run(TRAIN.get(index))
+
+
+def question(task):
+    return task.prompt.partition("\n")[0]
+
+
+def test_train_and_test_share_no_problem():
+    trained = {question(train(index)) for index in range(1500)}
+    tested = [question(task) for task in held_out_tasks(10)]
+    assert len(trained) > 800
+    assert len(set(tested)) == len(tested) == 256
+    assert not trained & set(tested)
+
+
+def test_every_family_is_in_both():
+    names = {family.name for family in FAMILIES}
+    assert len(names) == len(FAMILIES) >= 36
+    assert {task.fields["family"] for task in held_out_tasks(10)} == names
+    assert {train(index).fields["family"] for index in range(1000)} == names
+
+
+def test_a_task_is_a_function_of_its_index():
+    assert train(77) == asyncio.run(MadeUpTasks(10).get(77))
+    assert held_out_tasks(10) == held_out_tasks(10)
+
+
+def test_the_tasks_are_the_same_everywhere():
+    """Drawn without anything that changes between processes; this pins them."""
+    assert [train(index).fields["family"] for index in range(4)] == [
+        "common", "recurrence", "steps_to_one", "running_sums",
+    ]  # fmt: skip
+    assert question(held_out_tasks(10)[0]).endswith(" decimal digits of n, each raised to the power 2, modulo 13.")
+
+
+def test_no_constant_passes_most_tests():
+    for task in [*(train(index) for index in range(300)), *held_out_tasks(10)]:
+        [(_, alike)] = Counter(repr(test["expected"]) for test in task.fields["tests"]).most_common(1)
+        assert alike <= 6, task.prompt
+
+
+def test_tests_are_data_and_two_of_them_are_shown():
+    for task in held_out_tasks(6):
+        assert json.loads(json.dumps(task.fields["tests"])) is not None
+        cases = read_cases(task.fields["tests"])
+        assert len(cases) == 6
+        assert all(f"{case.text} == {case.result}" in task.prompt for case in cases[-2:])
+        assert task.answer not in task.prompt
