@@ -9,6 +9,7 @@ from pydantic import Field
 
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
+from envgym.errors import TurnRefused
 from envgym.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Outcome, Task
 
@@ -40,4 +41,6 @@ class TokenLevel(Agent):
             outcome = await self.play(env, task, transcript, seed=seed)
         except OutOfBudget as limit:
             outcome = Outcome.truncated(limit.reason)
+        except TurnRefused:
+            outcome = Outcome.truncated("template")
         return transcript.episode(task, outcome)

@@ -38,6 +38,10 @@ class InvalidStep(EnvgymError):
     """An environment returned something that is not Gymnasium's tuple (a reward that is not a number, say)."""
 
 
+class TurnRefused(EnvgymError):
+    """A chat template that cannot go on from what the policy said: the episode ends there, truncated."""
+
+
 class CallTimeout(EnvgymError):
     """An environment's call that took longer than its deadline."""
 

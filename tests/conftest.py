@@ -196,4 +196,4 @@ def _check_episode(episode, answers):
     assert turn == len([key for key in answers if key.startswith(f"{episode.id}.")])
     stops = [row.turns[-1].stop_reason for row in episode.rows if row.turns]
     if stops and stops[-1] is StopReason.LENGTH:
-        assert episode.outcome.reason in ("length", "context", "tokens", "environment")
+        assert episode.outcome.reason in ("length", "context", "tokens", "environment", "template")

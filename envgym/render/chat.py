@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidStep
+from envgym.errors import ConfigError, InvalidStep, TurnRefused
 from envgym.types import Message, Observation, ToolCall
 
 from .dialogue import Dialogue, Extension
@@ -106,6 +107,14 @@ class ChatDialogue(Dialogue):
         self._raw = True
         self._text += text
 
+    def _blame(self, turns: list[Written]) -> None:
+        """Raise `TurnRefused` where the template takes the conversation with other words of the policy's."""
+        if not self._forms:
+            return
+        with contextlib.suppress(InvalidStep):
+            self._template.render(turns, self.tools)
+            raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
+
     def _reply(self, observation: Observation) -> Extension:
         if self._raw:
             raise InvalidStep(
@@ -126,6 +135,7 @@ class ChatDialogue(Dialogue):
                 break
         if not rendered:
             assert refusal is not None
+            self._blame([*self._turns, self._template.assistant("said"), *new])
             raise refusal
         text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
         before, self._text, self._forms = self._text, text, []

@@ -116,7 +116,7 @@ def play(renderer, engine, env_class=Wander, agent=ToolCalling, context=4096, tu
     return group.episodes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     style=st.sampled_from(["messages", "mixed", "text"]),
@@ -132,6 +132,15 @@ def test_random_episodes_keep_the_invariants(renderer, recording, check_episode,
         else:
             check_episode(episode, engine.answers)
             assert all(len(row.token_ids) <= context for row in episode.rows)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_episodes_keep_the_invariants_with_a_real_vocabulary(tekken, recording, check_episode, seed):
+    engine = recording(Babble(tekken.tokenizer, seed))
+    for episode in play(tekken, engine, agent=MultiTurn):
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
 
 
 # -- how episodes end -------------------------------------------------------------------------------------
