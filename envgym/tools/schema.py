@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -23,8 +24,23 @@ _VALUES = ("default", "const", "enum", "examples")
 _SHOWN_PROBLEMS = 3
 
 
+_known: WeakKeyDictionary[Callable[..., Any], dict[bool, Parameters]] = WeakKeyDictionary()
+
+
 class WrongArguments(Exception):
     """Arguments that a tool does not take; the message is one line for the policy."""
+
+
+def parameters_of(function: Callable[..., Any], noun: str) -> Parameters:
+    """The parameters of a function; see `Parameters`. Found out once: methods are offered anew in each episode."""
+    plain = getattr(function, "__func__", function)
+    if not inspect.isfunction(plain):
+        return Parameters(function, noun)
+    kinds = _known.setdefault(plain, {})
+    is_method = inspect.ismethod(function)
+    if is_method not in kinds:
+        kinds[is_method] = Parameters(function, noun)
+    return kinds[is_method]
 
 
 class Parameters:

@@ -13,7 +13,7 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.loading import import_target, load_function, split_target
 from envgym.types import ToolSpec
 
-from .schema import Parameters
+from .schema import parameters_of
 
 MAX_OVERDUE = 64
 """Threads of blocking tools that may run on after their deadline. A thread cannot be stopped from outside, so a tool
@@ -52,7 +52,7 @@ class Tool:
             name = str(getattr(function, "__name__", type(function).__name__))
         if not _NAME.fullmatch(name):
             raise ConfigError(f"a tool's name is made of letters, digits, _ and -, not {name!r}: give it a name")
-        parameters = Parameters(function, f"tool {name!r}")
+        parameters = parameters_of(function, f"tool {name!r}")
         spec = ToolSpec(name, parameters.description, parameters.schema)
         is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 

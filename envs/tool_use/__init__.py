@@ -17,7 +17,7 @@ from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvC
 from envgym.types import Action, Message, Task
 
 from .answers import Match, is_right
-from .lookup import LookupTasks, demonstration, held_out_tasks, lookup
+from .lookup import LookupTasks, Table, demonstration, held_out_tasks
 
 PYTHON = "python"
 """Stands for the sandbox among the tools."""
@@ -101,7 +101,7 @@ class ToolUse(DataEnvSpec):
     async def tools_of(self, task: Task) -> list[Tool | McpServer]:
         """The tools of one episode; a server among them gets a session of its own."""
         if self.config.data is None:
-            return [Tool.of(lookup(task))]
+            return [Tool.of(Table(task).get)]
         tools: list[Tool | McpServer] = [*self._tools]
         for index, server in enumerate(self.config.mcp):
             tools += (await self._session(index)).tools if server.shared else [server]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from envgym.env import TaskSet
 from envgym.types import Message, Task, TextPart, ToolCall
@@ -35,14 +35,15 @@ def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
     return [_task(f"test-{index}", hops, digits, held_out=True) for index in range(TEST_TASKS)]
 
 
-def lookup(task: Task) -> Callable[[int], int]:
-    """The tool, with the table of `task` behind it."""
+class Table:
+    """The table of one task, behind the tool `get`."""
 
-    def get(key: int) -> int:
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def get(self, key: int) -> int:
         """Get the value of a key."""
-        return value_of(task, key)
-
-    return get
+        return value_of(self._task, key)
 
 
 def value_of(task: Task, key: int) -> int:

@@ -1,5 +1,6 @@
 """What the policy is told of a typed function, and what it is told of arguments that do not fit."""
 
+import asyncio
 import enum
 import inspect
 import json
@@ -203,6 +204,23 @@ def test_methods_and_callable_instances():
         "description": "Buy an item.",
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
     }
+
+
+def test_what_a_method_takes_is_found_out_once():
+    """Each episode has an instance of its own, and offers its methods anew."""
+
+    class Shop:
+        def __init__(self, price):
+            self._price = price
+
+        def price(self, item: str) -> int:
+            return self._price
+
+    one, other = Tool.of(Shop(1).price), Tool.of(Shop(2).price)
+    assert one.spec.parameters is other.spec.parameters
+    assert [asyncio.run(tool.run({"item": "tea"})) for tool in (one, other)] == [1, 2]
+    with pytest.raises(ConfigError, match="parameter 'self' needs a type"):
+        Tool.of(Shop.price)
 
 
 def untyped(x):
