@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envgym.env import Env, Info, StepResult
-from envgym.errors import ConfigError, EnvgymError
+from envgym.errors import EnvgymError
 from envgym.processes import Session
 from envgym.rewards import prompt_text
 from envgym.types import Action, Message, Observation, Task, as_messages
@@ -59,7 +59,7 @@ class AgentEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.task, self.score = (options or {})["task"], None
         *before, last = as_messages(self.task.prompt)
-        if self.spec.executes:
+        if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
             return self._posed(before, last.role, last.text), {}
         session = await self._open()
         prompt = last.text if self._is_chat else prompt_text(self.task)
@@ -67,8 +67,7 @@ class AgentEnv(Env):
         return self._posed(before, last.role, text), {}
 
     async def step(self, action: Action) -> StepResult:
-        if self._session is None:
-            raise ConfigError(f"{self.spec.id}: its execute drives the model itself: set agent={self.spec.agent}")
+        assert self._session is not None
         said, metrics, sampling = await self._session.call("step", self._key, action.text)
         self.score = said.score
         observation = Observation(text=said.feedback, sampling=sampling)
@@ -129,7 +128,7 @@ class AgentFile(ForeignFile):
     """The environment of such a file.
 
     Where its executor leaves `execute` as it is, this is an environment like others, with `reset` and `step`. Else
-    the file drives the model itself, which takes the agent it names.
+    the file drives the model itself, which takes the agent it names; others leave its `execute` out.
     """
 
     agent = "openrlhf_executor"

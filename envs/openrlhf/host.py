@@ -111,7 +111,7 @@ class AgentHost:
             raise ConfigError(f"{target} is not a class")
         bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
         self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
-        self._executor: Any = None
+        self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
         self._playing: dict[str, Playing] = {}
         self._sampling: dict[str, dict[str, Any]] = {}
@@ -131,12 +131,16 @@ class AgentHost:
         await self.close_episode(key)
         executor = self._make_executor({})
         instance_class = getattr(executor, "agent_instance_cls", None) or self._instance_class
+        if instance_class is None:  # there is nothing but an `execute`
+            return prompt
         self._playing[key] = await Playing.begin(instance_class, prompt, label, SamplingParams.of(sampling))
         self._sampling[key] = sampling
         return self._playing[key].text
 
     async def step(self, key: str, action_text: str) -> tuple[Said, dict[str, float], dict[str, Any]]:
         """What the agent says to an action, all it has logged, and what it changes of the sampling parameters."""
+        if key not in self._playing:
+            raise InvalidStep("the file has no AgentInstance: its execute is played by agent=openrlhf_executor")
         playing = self._playing[key]
         said = await playing.step(action_text)
         return said, dict(playing.logs), overrides(playing.sampling, self._sampling[key])
@@ -193,18 +197,18 @@ class AgentHost:
 
     def _make_executor(self, known: dict[str, Any]) -> Any:
         """The file's executor, which all episodes in this process share. The older interface's constructor is given
-        what it names."""
-        if self._executor is None:
+        what it names, where it is `known`."""
+        if bool(known) not in self._executors:
             parameters = inspect.signature(self._executor_class).parameters
             if self._executor_class.__module__.partition(".")[0] in ("openrlhf", "envgym"):
                 arguments = {"agent_instance_cls": self._instance_class}
             else:
                 arguments = {name: known.get(name) for name in OLDER if name in parameters}
             try:
-                self._executor = self._executor_class(**arguments)
+                self._executors[bool(known)] = self._executor_class(**arguments)
             except TypeError as error:
                 raise ConfigError(f"{self._name}(…) cannot be made with {list(arguments)}: {error}") from error
-        return self._executor
+        return self._executors[bool(known)]
 
 
 OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")

@@ -382,9 +382,15 @@ def test_a_full_context_truncates(play, ok, custom, task, expects):
     assert (episode.reward is not None) == expects
 
 
-def test_an_execute_of_its_own_is_not_played_by_another_agent(play, custom, task):
-    groups, _ = play(custom(TWO_TURNS), [task()], "x", agent="multi_turn", size=1)
-    assert "set agent=openrlhf_executor" in groups[0].episodes[0].outcome.message
+def test_another_agent_leaves_an_execute_out(play, ok, custom, task):
+    """So that the environment can be tried and checked; with nothing but an `execute` there is nothing to play."""
+    file = custom(TWO_TURNS)
+    groups, engine = play(file, [task()], "x", agent="multi_turn", size=1)
+    assert ok(groups, engine)[0].reward == 6.0
+    text = file.read_text()
+    file.write_text("from openrlhf.utils.agent import *\n" + text[text.index("class AgentExecutor") :])
+    groups, engine = play(file, [task()], "x", agent="multi_turn", size=1)
+    assert "no AgentInstance: its execute is played by agent=openrlhf_executor" in groups[0].episodes[0].outcome.message
 
 
 # -- standing in ---------------------------------------------------------------------------------------------
