@@ -51,7 +51,7 @@ class GymnasiumTextConfig(EnvConfig):
 
 
 class GymnasiumTextEnv(Env):
-    """One game. Its methods block, as Gymnasium's do, so each instance has a thread of its own."""
+    """One game of Gymnasium in words. Its methods block, as Gymnasium's do, so each instance has its own thread."""
 
     spec: GymnasiumText
 

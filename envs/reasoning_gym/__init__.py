@@ -1,0 +1,197 @@
+"""The puzzles of reasoning-gym, by dataset name: one question, one answer, scored by the dataset's own scorer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
+from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, missing_package
+from envgym.processes import Processes
+from envgym.types import Action, Message, Task
+
+from .answers import extracted, tagged, without_length_ratio
+
+HOST = "envgym.envs.reasoning_gym.datasets:Datasets"
+GENERATE_SECONDS = 120.0
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+"""For the processes: some datasets write text in the order of sets of strings."""
+
+
+def _one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
+
+
+class ReasoningGymConfig(EnvConfig):
+    """Settings of the environment."""
+
+    dataset: str | list[str] | dict[str, float] = "chain_sum"
+    """Name of a dataset, several, or several with weights."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the dataset (`{min_terms: 2}`); of several datasets by name (`{chain_sum: {min_terms: 2}}`)."""
+    level: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_one_as_list)] = Field(default_factory=list)
+    """Level of the datasets' curricula, from 0, or several to draw from. It becomes the tasks' difficulty. Unset: the
+    datasets' own parameters."""
+    attributes: dict[str, int] = Field(default_factory=dict)
+    """Levels of single attributes of the curriculum, over `level`."""
+    size: int | None = Field(None, ge=1)
+    """Train tasks, posed over and over. Unset: without end."""
+    seed: int = Field(0, ge=0, lt=2**30)
+    """Which puzzles. Seeds that are close share them: in most datasets item N of a seed is item N - 1 of the next."""
+    exact: bool = False
+    """Pay 1 for a perfect score and 0 for less. Else what the dataset's scorer gives, which may be in between."""
+    instruction: str = "Give the final answer, and nothing else, between <answer> and </answer>."
+    """Added to every question; empty for none."""
+    score_timeout: float = Field(20.0, gt=0)
+    """Seconds one answer may take to score; then it counts as wrong."""
+    processes: int = Field(2, ge=1)
+    """Processes that make and score puzzles."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReasoningGymConfig:
+        if not self.weights:
+            raise ValueError("dataset names no dataset")
+        if any(weight <= 0 for weight in self.weights.values()):
+            raise ValueError("the weights in dataset must be positive")
+        for name, params in self.params_of.items():
+            if name not in self.weights:
+                raise ValueError(f"params are of several datasets by name, and {name!r} is none of them")
+            if not isinstance(params, dict):
+                raise ValueError(f"params of {name} are names to values")
+            if taken := {"seed", "size"} & set(params):
+                raise ValueError(f"{taken.pop()} is a setting of its own, not one of params")
+        return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight by dataset name."""
+        if isinstance(self.dataset, dict):
+            return self.dataset
+        return dict.fromkeys([self.dataset] if isinstance(self.dataset, str) else self.dataset, 1.0)
+
+    @property
+    def params_of(self) -> dict[str, Any]:
+        """Parameters by dataset name."""
+        return {self.dataset: self.params} if isinstance(self.dataset, str) else self.params
+
+
+class ReasoningGymEnv(Env):
+    """Poses a puzzle of reasoning-gym and pays what its dataset's scorer gives the answer."""
+
+    spec: ReasoningGym
+    task: Task
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.task = (options or {})["task"]
+        question = str(self.task.prompt)
+        instruction = self.spec.config.instruction
+        return [Message.of("user", f"{question}\n\n{instruction}" if instruction else question)], {}
+
+    async def step(self, action: Action) -> StepResult:
+        answer = extracted(action.text)
+        score, failure = await self.spec.score(self.task, answer)
+        metrics = {
+            "answered": float(tagged(action.text) is not None),
+            "scorer_timeout": float(failure == "timeout"),
+            "scorer_crash": float(failure == "crash"),
+        }
+        if len(self.spec.config.weights) > 1:
+            metrics[f"score_{self.task.fields['dataset']}"] = score
+        return None, score, True, False, {"score": score, "metrics": metrics}
+
+
+class ReasoningGymTasks(TaskSet):
+    """Task N is item N of the datasets, for `test` counted from a number that training never reaches."""
+
+    TEST_START = 2**31
+
+    def __init__(self, spec: ReasoningGym, split: str) -> None:
+        self._spec, self._split = spec, split
+
+    @property
+    def size(self) -> int | None:
+        return self._spec.config.size if self._split == "train" else None
+
+    async def get(self, index: int) -> Task:
+        if self.size is not None and index >= self.size:
+            raise IndexError(index)
+        return await self._spec.task(index if self._split == "train" else self.TEST_START + index)
+
+
+class ReasoningGym(EnvSpec):
+    """The datasets, in processes that make items and score answers."""
+
+    env_class = ReasoningGymEnv
+    Config = ReasoningGymConfig
+    config: ReasoningGymConfig
+
+    _processes: Processes | None = None
+
+    async def setup(self) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise missing_package("reasoning-gym", "reasoning-gym", f"environment {self.id}")
+        config = self.config
+        settings = {
+            "weights": config.weights,
+            "params": config.params_of,
+            "levels": config.level,
+            "attributes": config.attributes,
+            "seed": config.seed,
+        }
+        self._processes = Processes(HOST, settings, count=config.processes, name="reasoning_gym", environ=SAME_HASHES)
+        await self._processes.start()
+
+    async def teardown(self) -> None:
+        if self._processes is not None:
+            await self._processes.close()
+            self._processes = None
+
+    def tasks(self, split: str) -> TaskSet:
+        if split not in ("train", "test"):
+            raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
+        return ReasoningGymTasks(self, split)
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The right answer, tagged. A few datasets give none."""
+        if task.answer is None:
+            raise ConfigError(f"dataset {task.fields['dataset']} gives no answers to show")
+        return [f"<answer>{task.answer}</answer>"]
+
+    async def task(self, number: int) -> Task:
+        """Item `number` as a task."""
+        item = await self._call("item", number, timeout=GENERATE_SECONDS)
+        return Task(
+            id=f"{item.dataset}-{number}",
+            prompt=item.question,
+            answer=item.answer,
+            fields={"dataset": item.dataset, "number": number},
+            difficulty=None if item.level is None else float(item.level),
+        )
+
+    async def score(self, task: Task, answer: str) -> tuple[float, str]:
+        """What an answer earns, and what became of its scorer: nothing, `timeout` or `crash`; then it earns 0."""
+        number = task.fields["number"]
+        try:
+            try:
+                score = await self._call("score", number, answer, timeout=self.config.score_timeout)
+            except InvalidOutcome as failure:
+                if failure.kind != "crash":
+                    raise
+                # Perhaps not this answer's doing: the process may have been killed for memory others took.
+                score = await self._call("score", number, answer, timeout=self.config.score_timeout)
+        except CallTimeout:
+            return 0.0, "timeout"
+        except InvalidOutcome as failure:
+            if failure.kind != "crash":
+                raise
+            return 0.0, "crash"
+        score = without_length_ratio(score, answer, task.answer)
+        return (float(score >= 1) if self.config.exact else score), ""
+
+    async def _call(self, method: str, *args: Any, timeout: float) -> Any:
+        if self._processes is None:
+            raise RuntimeError("puzzles are made by processes that setup starts, which has not run")
+        return await self._processes.call(method, *args, timeout=timeout)

@@ -1,0 +1,162 @@
+"""The puzzles of reasoning-gym and their scorers, in a process of their own (the class that `Processes` hosts).
+
+Not in the run's process, for four reasons, each met in the library: several datasets order their text by the hash of
+strings, which differs from process to process unless `PYTHONHASHSEED` says otherwise; some draw from the global random
+generators; some scorers evaluate what the policy wrote; and sympy may take for ever or hold the interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envgym.errors import ConfigError, NameNotFound, did_you_mean, missing_package
+
+from .scorers import scored
+
+CHUNK = 500
+"""Items of one dataset object; the library's own default, so that the first of a seed are what it calls so."""
+MEMORY_BYTES = 4 * 2**30
+TRIES = 20
+STRIDE = 1_000_003
+
+EXAMPLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "graph_color": lambda metadata: json.dumps({str(k): v for k, v in metadata["possible_answer"].items()}),
+    "propositional_logic": lambda metadata: str(metadata["example_answer"]),
+    "rubiks_cube": lambda metadata: str(metadata["example_correct_answer"]),
+}
+"""Where datasets that accept many answers, and so give none, keep one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One puzzle. `answer` is a right answer, None where the dataset gives none."""
+
+    dataset: str
+    question: str
+    answer: str | None
+    level: int | None
+
+
+class Datasets:
+    """Makes item N of a weighted set of datasets, the same one in every process, and scores answers to it.
+
+    `weights` are by dataset name, `levels` the curriculum levels to draw from (empty: the datasets' own settings),
+    `attributes` levels of single attributes, `params` settings by dataset name. Raises `NameNotFound` and
+    `ConfigError` for what does not exist.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        params: Mapping[str, Mapping[str, Any]],
+        levels: Sequence[int],
+        attributes: Mapping[str, int],
+        seed: int,
+    ) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        try:
+            import reasoning_gym.factory as factory
+        except ImportError as error:
+            raise missing_package(error.name or "reasoning-gym", "reasoning-gym", "reasoning_gym") from None
+        self._factory = factory
+        self._weights, self._params = weights, params
+        self._levels, self._attributes = levels, attributes
+        self._seed = seed
+        self._dataset = functools.lru_cache(maxsize=256)(self._new_dataset)
+        self._item = functools.lru_cache(maxsize=2048)(self._new_item)
+        for name in weights:
+            if name not in factory.DATASETS or name == "composite":
+                raise NameNotFound(f"reasoning-gym has no dataset {name!r}.{did_you_mean(name, factory.DATASETS)}")
+            for level in levels or (None,):
+                self._dataset(name, level, 0)
+
+    def item(self, number: int) -> Item:
+        """Item `number`."""
+        name, level, entry, answer = self._item(number)
+        return Item(name, entry["question"], answer, level)
+
+    def score(self, number: int, answer: str) -> float:
+        """What `answer` to item `number` is worth, in [0, 1]; see `scorers`."""
+        name, level, entry, _ = self._item(number)
+        return scored(name, self._dataset(name, level, 0), answer, entry)
+
+    def ping(self) -> None:
+        """A sign of life."""
+
+    def _new_item(self, number: int) -> tuple[str, int | None, dict[str, Any], str | None]:
+        """(dataset, level, the library's entry, a right answer). Where a seed has no puzzle (generators give up after
+        so many draws) or one whose own answer is not accepted, one far away stands in."""
+        rng = random.Random(f"{self._seed} {number}")
+        name = rng.choices(list(self._weights), list(self._weights.values()))[0]
+        level = rng.choice(self._levels) if self._levels else None
+        reason: object = ""
+        for attempt in range(TRIES):
+            try:
+                entry = self._generate(name, level, number + attempt * STRIDE)
+            except Exception as error:
+                reason = error
+                continue
+            answer = EXAMPLES[name](entry["metadata"]) if name in EXAMPLES else entry["answer"]
+            if answer is None or scored(name, self._dataset(name, level, 0), str(answer), entry) == 1:
+                return name, level, entry, None if answer is None else str(answer)
+            reason = f"its own answer {answer!r:.80} is not accepted"
+        raise RuntimeError(f"dataset {name} makes no puzzle with these parameters: {reason}")
+
+    def _generate(self, name: str, level: int | None, number: int) -> dict[str, Any]:
+        import numpy as np
+
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        try:
+            entry: dict[str, Any] = self._dataset(name, level, 0)[number]
+        except IndexError:
+            # Most datasets make item N from seed + N, without end. A few prepare as many as they were told to.
+            chunk, index = divmod(number, CHUNK)
+            entry = self._dataset(name, level, chunk)[index]
+        return entry
+
+    def _new_dataset(self, name: str, level: int | None, chunk: int) -> Any:
+        """Chunks are `CHUNK` seeds apart: item N of seed S is item 0 of seed S + N in most datasets."""
+        params = {**self._params.get(name, {}), "seed": self._seed + chunk * CHUNK, "size": CHUNK}
+        try:
+            if level is None and not self._attributes:
+                config = self._factory.DATASETS[name][1](**params)
+            else:
+                config = dataclasses.replace(self._curriculum(name, level).generate_configuration(), **params)
+            return self._factory.DATASETS[name][0](config)
+        except TypeError as error:
+            fields = [field.name for field in dataclasses.fields(self._factory.DATASETS[name][1])]
+            unknown = next((key for key in params if key not in fields), None)
+            if unknown is None:
+                raise ConfigError(f"dataset {name}: {error}") from None
+            raise ConfigError(
+                f"dataset {name} has no parameter {unknown!r}, only {', '.join(fields)}.{did_you_mean(unknown, fields)}"
+            ) from None
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(f"dataset {name}: {' '.join(str(error).split()) or 'invalid parameters'}") from None
+
+    def _curriculum(self, name: str, level: int | None) -> Any:
+        if not self._factory.has_curriculum(name):
+            raise ConfigError(f"dataset {name} has no curriculum: leave the level out")
+        curriculum = self._factory.create_curriculum(name)
+        attributes = curriculum.attributes
+        highest = max(len(attribute.levels) for attribute in attributes.values()) - 1
+        if level is not None:
+            if level > highest:
+                raise ConfigError(f"dataset {name} has the levels 0 to {highest}, not {level}")
+            curriculum.set_global_level(level)
+        for attribute, value in self._attributes.items():
+            if attribute not in attributes:
+                raise ConfigError(
+                    f"the curriculum of {name} has no attribute {attribute!r}, only {', '.join(attributes)}."
+                    f"{did_you_mean(attribute, attributes)}"
+                )
+            curriculum.set_attr_level(attribute, value)
+        return curriculum
