@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -125,6 +126,9 @@ class McpSession:
             import mcp  # noqa: F401
         except ImportError:
             raise missing_package("mcp", "mcp", f"the MCP server {self._server.label}") from None
+        if logging.getLogger("mcp").level == logging.NOTSET:
+            # It logs with tracebacks what our errors say in a line, and every line a server prints that is no message.
+            logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self._server.check()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()

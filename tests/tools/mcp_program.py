@@ -1,4 +1,4 @@
-"""An MCP server that the tests start: `mcp_program.py [--port N] [--stubborn] [--hang] [--die]`."""
+"""An MCP server that the tests start: `mcp_program.py [--port N] [--chatty] [--stubborn] [--hang] [--die]`."""
 
 import argparse
 import asyncio
@@ -9,6 +9,12 @@ import sys
 import time
 from typing import Literal
 
+if "--die" in sys.argv:
+    sys.exit("no licence found")
+if "--hang" in sys.argv:
+    time.sleep(600)
+
+# After the above, which is why they need no more than an instant: the imports take most of a second.
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -77,13 +83,11 @@ def die() -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    for flag in ("--stubborn", "--hang", "--die"):
+    for flag in ("--chatty", "--stubborn"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
-    if options.die:
-        sys.exit("no licence found")
-    if options.hang:
-        time.sleep(600)
+    if options.chatty:
+        print("Welcome to the test!\nIt is free.", flush=True)
     if options.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.port:

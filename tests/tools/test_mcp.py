@@ -189,6 +189,14 @@ def test_secrets_come_from_the_environment(http, monkeypatch):
         asyncio.run(stdio(env={"TOKEN": "${NO_TOKEN}"}).session().start())
 
 
+def test_what_a_server_prints_beside_its_messages_does_not_matter(capfd):
+    async def play(box, session):
+        return await ask(box, "add", a=1, b=1)
+
+    assert with_session(stdio("--chatty"), play) == "2"
+    assert capfd.readouterr() == ("", "")
+
+
 # -- servers that fail ------------------------------------------------------------------------------------
 
 
