@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.fingerprint import task_hash
 from envgym.types import Message, Task
 
 from .play import Played, Script
@@ -60,7 +61,8 @@ class Subject:
 
     def demonstrations(self, task: Task) -> list[list[str | Message]]:
         """The variants there are; none where the environment has none."""
-        if task.key not in self._demonstrations:
+        key = task_hash(task)  # ids may not be unique: that is one of the questions
+        if key not in self._demonstrations:
             variants: dict[str, list[str | Message]] = {}
             try:
                 for seed in range(DEMONSTRATION_SEEDS):
@@ -70,8 +72,8 @@ class Subject:
                 variants = {}
             except Exception as error:
                 self.demonstration_error = self.demonstration_error or f"{type(error).__name__}: {error}"
-            self._demonstrations[task.key] = list(variants.values())
-        return self._demonstrations[task.key]
+            self._demonstrations[key] = list(variants.values())
+        return self._demonstrations[key]
 
     def scripts(self, task: Task) -> dict[str, Script]:
         """What is played to see how the environment behaves: a few monkeys, and a demonstration where there is one."""

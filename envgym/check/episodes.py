@@ -11,12 +11,12 @@ from envgym.errors import CallTimeout
 from envgym.types import Action, Observation, ToolCall, ToolSpec
 
 from .context import Clock, Subject
-from .play import play
+from .play import Played, play
 from .report import Finding, failed, listed, not_applicable, ok, warning
 from .scripts import MAX_TURNS, calling, empty, injection, random_tokens
 
 TASKS = 6
-SECONDS = 8.0
+SECONDS = 5.0
 
 
 async def check(subject: Subject) -> list[Finding]:
@@ -28,7 +28,7 @@ async def check(subject: Subject) -> list[Finding]:
         noise = {"empty": empty, "tokens": random_tokens(number), "injection": injection}
         for name, script in (subject.scripts(task) | noise).items():
             subject.episodes.append(await play(subject.spec, task, number, script, name))
-            if isinstance(subject.episodes[-1].error, CallTimeout):
+            if hangs(subject.episodes[-1]):
                 return [can_be_played(subject), types(subject), await tools(subject)]
     return [can_be_played(subject), types(subject), await tools(subject)]
 
@@ -37,6 +37,8 @@ def can_be_played(subject: Subject) -> Finding:
     """No exceptions, no hanging calls, and an end."""
     name = "episodes"
     played = subject.episodes
+    if (last := played[-1]).close_error is not None and hangs(last):
+        return failed(name, str(last.close_error), "a call must return within env.call_timeout, close within seconds")
     broken = [episode for episode in played if episode.error is not None and not episode.wrong_types]
     if broken:
         first = broken[0]
@@ -151,7 +153,11 @@ def _wrong_schema(schema: object) -> str:
     return next((reason for part in parts if (reason := _wrong_schema(part))), "")
 
 
+def hangs(played: Played) -> bool:
+    """Whether a call took longer than it may."""
+    return isinstance(played.error, CallTimeout) or isinstance(played.close_error, CallTimeout)
+
+
 def can_go_on(subject: Subject) -> bool:
     """Whether more episodes would tell anything: none hung, and some took a turn."""
-    hung = any(isinstance(episode.error, CallTimeout) for episode in subject.episodes)
-    return not hung and any(episode.turns for episode in subject.episodes)
+    return not any(map(hangs, subject.episodes)) and any(episode.turns for episode in subject.episodes)

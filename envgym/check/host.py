@@ -20,27 +20,29 @@ from .report import Finding
 
 GRACE_SECONDS = 3.0
 """How long the event loop may stand still beyond what a call may take before the process ends itself."""
-SETUP_SECONDS = 120.0
 
 
 class CheckHost:
     """Answers for one environment, set up for as long as it is looked at. Each method is one group of checks."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], setup_seconds: float) -> None:
         self._subject = Subject(spec(name, **settings), name, dict(settings))
         self._subject.is_remote = isinstance(self._subject.spec, RemoteEnvSpec)
+        self._setup_seconds = setup_seconds
         self._open = contextlib.AsyncExitStack()
         self._services: Services | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> list[str]:
         """Set the environment up. Returns its services' names. Raises `EnvgymError` for what the user can mend."""
-        self._beating = asyncio.create_task(self._beat())
+        limit = self._setup_seconds
+        faulthandler.dump_traceback_later(limit + GRACE_SECONDS, exit=True)  # set-up may hold the loop, within limits
         try:
-            async with asyncio.timeout(SETUP_SECONDS):
+            async with asyncio.timeout(limit):
                 self._services = await self._open.enter_async_context(start_services(self._subject.spec))
         except TimeoutError:
-            raise EnvgymError(f"{self._subject.spec.id}: setup takes longer than {SETUP_SECONDS:g} s") from None
+            raise EnvgymError(f"{self._subject.spec.id}: its set-up takes longer than {limit:g} s") from None
+        self._beating = asyncio.create_task(self._beat())
         return self._subject.needs_services
 
     async def description(self) -> list[Finding]:
@@ -53,8 +55,8 @@ class CheckHost:
     async def repeatability(self) -> list[Finding]:
         return await repeatability.check(self._subject)
 
-    async def recorded(self) -> dict[str, Any]:
-        return await repeatability.recorded(self._subject)
+    async def recorded(self, with_spec: bool, with_tasks: bool) -> dict[str, Any]:
+        return await repeatability.recorded(self._subject, with_spec, with_tasks)
 
     async def isolation(self) -> list[Finding]:
         return await isolation.check(self._subject)

@@ -71,6 +71,7 @@ def _left_alone(variables: dict[str, str], subject: Subject) -> Finding:
     changes = [f"environment variable {key}" for key in sorted(variables | now) if variables.get(key) != now.get(key)]
     if os.getcwd() != subject.working_directory:
         changes.insert(0, "working directory")
+        os.chdir(subject.working_directory)  # the later checks look for its files
     if changes:
         advice = "use absolute paths, and pass env= and cwd= to processes: all episodes share these"
         return failed(name, f"episodes change the process's {listed(changes)}", advice)

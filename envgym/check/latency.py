@@ -22,7 +22,7 @@ HOLD_SECONDS = 0.05
 REPEATS = 3
 """Times a call is repeated: what a busy machine delays once, it does not delay each time."""
 BEAT_SECONDS = 0.005
-SECONDS = 8.0
+SECONDS = 4.0
 
 
 async def check(subject: Subject) -> list[Finding]:

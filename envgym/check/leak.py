@@ -11,8 +11,9 @@ certain place. The rule is chosen on one half of the tasks and tried on the othe
 False alarms. Where answers say nothing about the texts they come with, every way of handing them out is as likely as
 the one there is; the second condition is then an exact permutation test, and as the rule was chosen on other tasks,
 holds with a probability of at most `LEVEL`, however many rules were tried. Where they do say something without being
-given away (sums: a small operand makes a small sum), it is the first condition that must not be met: no rule of these
-gets half of the answers right unless something hands them out. Tasks that ask for a word to be copied do that.
+given away, it is the first condition that must not be met: the sum is one of its operands where the other is 0, the
+remainder of two numbers is the first of them in half of all cases, but no rule of these gets four of five right unless
+something hands the answers out. Tasks that ask for a word to be copied do that.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ TASKS = 240
 FEWEST = 16
 """Tasks below which a permutation test cannot reach `LEVEL`."""
 LEVEL = 1e-3
-SHARE = 0.5
+SHARE = 0.8
 PERMUTATIONS = 1999
 CONTEXTS = (32, 16, 8, 4)
 """Lengths, in characters, of the words before an answer that a rule may go by."""
 PLACES = range(-3, 3)
-SECONDS = 5.0
+SECONDS = 4.0
 
 Rule = Callable[[str], Iterable[str]]
 
@@ -78,44 +79,56 @@ def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> F
     order = list(range(len(texts)))
     rng.shuffle(order)
     half = len(order) // 2
-    chosen_on, tried_on = order[:half], order[half:]
+    tried_on, chosen_on = order[:half], order[half:]
     description, rule = choose_rule([texts[i] for i in chosen_on], [answers[i] for i in chosen_on])
-    found = [set(rule(texts[i])) for i in tried_on]
-    given = [answers[i] for i in tried_on]
-    share, by_chance, p = permutation_test(found, given, rng)
-    if share - by_chance >= SHARE * (1 - by_chance) and p < LEVEL:
+    trial = Trial([set(rule(texts[i])) for i in tried_on], [answers[i] for i in tried_on])
+    if trial.is_much and (p := trial.p(rng)) < LEVEL:
         return failed(
             name,
-            f"{description} is the answer in {share:.0%} of {len(given)} tasks, and that of another task in "
-            f"{by_chance:.0%} (p = {p:.1g})",
+            f"{description} is the answer in {trial.share:.0%} of {half} tasks, and that of another task in "
+            f"{trial.by_chance:.0%} (p = {p:.1g})",
             "leave the answer out of the observation (unless the task is to copy it)",
         )
-    occurring = [{answer for answer in set(answers) if occurs(answer, text)} for text in texts]
-    share, by_chance, p = permutation_test(occurring, list(answers), rng)
-    told = f"the answer is in the observation in {share:.0%} of {len(texts)} tasks, another task's in {by_chance:.0%}"
+    trial = Trial([{answer for answer in set(answers) if occurs(answer, text)} for text in texts], answers)
+    told = (
+        f"it is in the observation in {trial.share:.0%} of {len(texts)} tasks, another task's in {trial.by_chance:.0%}"
+    )
     if in_info:
-        told += f"; it is in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
-    if share - by_chance >= SHARE * (1 - by_chance) and p < LEVEL:
+        told += f"; in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
+    if trial.is_much and trial.p(rng) < LEVEL:
         return warning(name, told, "as it should be where it is to be picked out of a text or a list")
     return ok(name, told)
 
 
-def permutation_test(
-    found: Sequence[set[str]], answers: Sequence[str], rng: random.Random
-) -> tuple[float, float, float]:
-    """How many of the answers are among what was `found` for their task (a share), how many of other tasks' answers
-    are, and the probability of at least as many if answers are handed out at random."""
-    n = len(answers)
-    ids = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-    hits = [bytearray(answer in here for answer in ids) for here in found]
-    own = [ids[answer] for answer in answers]
-    count = sum(row[i] for row, i in zip(hits, own, strict=True))
-    others = sum(sum(row[i] for i in own) for row in hits) - count
-    at_least = 0
-    for _ in range(PERMUTATIONS):
-        rng.shuffle(own)
-        at_least += sum(row[i] for row, i in zip(hits, own, strict=True)) >= count
-    return count / n, others / (n * (n - 1)), (1 + at_least) / (1 + PERMUTATIONS)
+class Trial:
+    """What was `found` for each task, held against the `answers`: `share` of them were found for their own task,
+    `by_chance` for another."""
+
+    def __init__(self, found: Sequence[set[str]], answers: Sequence[str]) -> None:
+        ids = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
+        n = len(answers)
+        self._hits = [bytes(answer in here for answer in ids) for here in found]
+        self._own = [ids[answer] for answer in answers]
+        self._count = self._found_if(self._own)
+        self.share = self._count / n
+        self.by_chance = (sum(sum(row[i] for i in self._own) for row in self._hits) - self._count) / (n * (n - 1))
+
+    @property
+    def is_much(self) -> bool:
+        """Whether it is more than can come about without the answers being handed out."""
+        return self.share - self.by_chance >= SHARE * (1 - self.by_chance) > 0
+
+    def p(self, rng: random.Random) -> float:
+        """The probability of finding as many if the answers were dealt out at random (a permutation test)."""
+        dealt = list(self._own)
+        at_least = 0
+        for _ in range(PERMUTATIONS):
+            rng.shuffle(dealt)
+            at_least += self._found_if(dealt) >= self._count
+        return (1 + at_least) / (1 + PERMUTATIONS)
+
+    def _found_if(self, answers: Sequence[int]) -> int:
+        return sum(row[answer] for row, answer in zip(self._hits, answers, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------

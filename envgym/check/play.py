@@ -219,8 +219,10 @@ class Player:
     async def end(self) -> Played:
         """Close the instance."""
         if self._env is not None:
+            self.played.failed_in = self.played.failed_in if self.played.error else "close"
+            self._limit = min(CLOSE_SECONDS, self._limit)
             try:
-                async with asyncio.timeout(CLOSE_SECONDS):
+                async with asyncio.timeout(self._limit):
                     await self._env.close()
             except Exception as error:
                 self.played.close_error = self._told(error)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
+from envgym.loading import absolute_target, names_file
 from envgym.workers.local import LocalRuntime, LocalWorker
 
 from . import repeatability, scores
@@ -38,16 +39,22 @@ OnFinding = Callable[[Finding], None]
 
 
 async def check_environment(
-    name: str, settings: Mapping[str, Any] | None = None, on_finding: OnFinding | None = None
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    on_finding: OnFinding | None = None,
+    *,
+    setup_seconds: float = 300.0,
 ) -> Report:
-    """Examine the environment that `name` stands for, with `settings`. `on_finding` is told of each as it is found.
+    """Examine the environment that `name` stands for, with `settings`. `on_finding` is told of each as it is found;
+    `setup_seconds` is how long setting it up may take, its services included.
 
     Call it from the main thread, with a name that a fresh process understands too: an id of an installed package, a
     file, an import path or a URL. Raises `EnvgymError` where the environment cannot be set up.
     """
-    report, start = Report(name), time.monotonic()
+    report, start = Report(absolute_target(name) if names_file(name) else name), time.monotonic()
     logs = tempfile.mkdtemp(prefix="envgym-check-")
-    examination = _Examination(report, LocalRuntime(logs), dict(settings or {}), on_finding)
+    arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
+    examination = _Examination(report, LocalRuntime(logs), arguments, on_finding)
     try:
         await examination.run()
     finally:
@@ -61,11 +68,11 @@ class _Examination:
     """The checks in their order, and what becomes of the later ones when an earlier one failed."""
 
     def __init__(
-        self, report: Report, runtime: LocalRuntime, settings: Mapping[str, Any], on_finding: OnFinding | None
+        self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], on_finding: OnFinding | None
     ) -> None:
         self._report = report
         self._runtime = runtime
-        self._arguments = {"name": report.env, "settings": settings}
+        self._arguments = arguments
         self._on_finding = on_finding
         self._can_play = False
         self._worker: LocalWorker | None = None
@@ -97,7 +104,7 @@ class _Examination:
             return "no episode could be played (episodes)"
         if group in ("another_process", "isolation") and verdict("seed") is Verdict.FAILED:
             return "episodes differ anyway (seed)"
-        if group == "isolation" and verdict("generators") is Verdict.FAILED:
+        if group in ("another_process", "isolation") and verdict("generators") is Verdict.FAILED:
             return "episodes share the process's generator (generators)"
         return ""
 
@@ -108,7 +115,7 @@ class _Examination:
             if group == "episodes":
                 findings, self._can_play = await self._call(group)
                 return list(findings)
-            repeatable = self._report.verdict("seed") is Verdict.OK
+            repeatable = self._report.verdict("seed") is Verdict.OK is self._report.verdict("generators")
             return list(await self._call(group, *([repeatable] if group == "endings" else [])))
         except WorkerDied:
             finding = failed(checks[0], *self._how_it_died())
@@ -134,8 +141,7 @@ class _Examination:
         )
         self._workers.append(worker)
         try:
-            async with asyncio.timeout(GROUP_SECONDS):
-                await worker.call("open")
+            await worker.call("open")  # it keeps its own time
         except WorkerDied:
             self._worker = worker
             found, _ = self._how_it_died()
@@ -143,10 +149,11 @@ class _Examination:
         return worker
 
     async def _compare_processes(self) -> Finding:
-        one, other = await asyncio.gather(self._call("recorded"), self._start("2"))
+        sound = [self._report.verdict(check) in (Verdict.OK, Verdict.WARNING) for check in ("fingerprints", "tasks")]
+        one, other = await asyncio.gather(self._call("recorded", *sound), self._start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
-                return repeatability.compared(one, await other.call("recorded"))
+                return repeatability.compared(one, await other.call("recorded", *sound))
         finally:
             await other.kill()
 

@@ -17,7 +17,7 @@ from .scripts import empty, injection, parrot, random_text, random_tokens, shown
 
 TASKS = 24
 FEWEST = 4
-SECONDS = 8.0
+SECONDS = 5.0
 FULL = 0.95
 """A mean score that is as good as solving the tasks."""
 MUCH = 0.5
@@ -32,10 +32,10 @@ CHECKS = ("reward range", "trivial answers", "injection", "demonstrations")
 
 @dataclass(slots=True)
 class Earned:
-    """The episodes of each way of playing, by its name; those of demonstrations by task."""
+    """The episodes of each way of playing, by its name; those of demonstrations by the number of the task."""
 
     probes: dict[str, list[Episode]]
-    demonstrations: dict[str, list[Episode]]
+    demonstrations: dict[int, list[Episode]]
     failure: str = ""
     """Why an episode, or a group's judgement, was left out."""
 
@@ -88,7 +88,7 @@ async def _play(subject: Subject) -> Earned:
             if way in earned.probes:
                 earned.probes[way].append(episode)
             else:
-                earned.demonstrations.setdefault(task.key, []).append(episode)
+                earned.demonstrations.setdefault(number, []).append(episode)
     return earned
 
 

@@ -1,0 +1,129 @@
+"""Environments that are broken on purpose: each fails the check for its own reason, and no other.
+
+The animals are in `tests/zoo`. A few stand for all in the quick tests.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from envgym.check import Finding, Verdict, check_environment
+from envgym.check.run import GROUPS
+from envgym.errors import EnvgymError
+
+ZOO = Path(__file__).parents[1] / "zoo"
+
+QUICK = {
+    "tasks.py:OverlappingSplits": ("splits", "10 of 40 held-out tasks are also among 60"),
+    "returns.py:TextReward": ("types", "a reward is a number or None, not '1.0'"),
+    "returns.py:HoldsTheLoopForGood": ("episodes", "held for good in step"),
+    "repeats.py:IgnoresItsSeed": ("seed", "observation of turn 1: 'our lucky number is"),
+    "repeats.py:SharedSecret": ("isolation", "with others in play"),
+    "rewards.py:LeaksInThePrompt": ("leak", "100% of 45 tasks"),
+    "rewards.py:PaysForSilence": ("trivial answers", "an empty answer earns the full score"),
+    "endings.py:HoldsTheLoop": ("event loop", "step holds up all other episodes for"),
+    "endings.py:LeavesAProcess": ("left behind", "6 processes more (sleep 1000)"),
+}
+SLOW = {
+    "tasks.py:SettingsThatGrow": ("settings", '"size": 4'),
+    "tasks.py:DuplicateIds": ("tasks", "ids of train that several tasks have: 21"),
+    "returns.py:TrustsThePolicy": ("episodes", "step raised ValueError: invalid literal for int()"),
+    "repeats.py:GlobalGenerator": ("generators", "(random)"),
+    "rewards.py:WrongDemonstrations": ("demonstrations", "earns 0.00"),
+    "endings.py:CloseRaises": ("close", "RuntimeError('cannot close')"),
+    "tasks.py:UnserialisableSettings": ("settings", "cannot be written as JSON"),
+    "tasks.py:TasksThatChange": ("tasks", "others when asked for again"),
+    "tasks.py:TasksThatAreNoData": ("tasks", "set is not JSON serializable"),
+    "tasks.py:TasksWithoutEnd": ("tasks", "get(90) of train raises no IndexError"),
+    "tasks.py:ChangingFingerprint": ("fingerprints", "'spec': '0'"),
+    "returns.py:NanReward": ("types", "a reward must be finite, not nan"),
+    "returns.py:ScoreOfTwo": ("types", "a score lies in [0, 1], not at 2"),
+    "returns.py:FourTuple": ("types", "(observation, reward, terminated, truncated, info)"),
+    "returns.py:NumberAsObservation": ("types", "not int"),
+    "returns.py:NoInfo": ("types", "reset must return (observation, info)"),
+    "returns.py:WordAsFlag": ("types", "'yes' as terminated"),
+    "returns.py:NanMetric": ("types", "metrics that are no finite numbers"),
+    "returns.py:RaisesAfterAWhile": ("episodes", "in turn 2: step raised KeyError: 'second'"),
+    "returns.py:HangsInReset": ("episodes", "reset took longer than 1 s"),
+    "returns.py:HangsOnItsThread": ("episodes", "step took longer than 1 s"),
+    "returns.py:EndsTheProcess": ("episodes", "the process ended: giving up"),
+    "returns.py:Exits": ("episodes", "usage: grade.py ANSWER"),
+    "repeats.py:RemembersEpisodes": ("seed", "observation of turn 1"),
+    "repeats.py:SameProblemForAll": ("problems", "posed the same problem"),
+    "repeats.py:SeedsTheGlobalGenerator": ("generators", "draws from or seeds"),
+    "repeats.py:NumpyGenerator": ("generators", "(numpy.random)"),
+    "repeats.py:OrderOfASet": ("process", "another in another process"),
+    "repeats.py:SharedOnTheSpec": ("isolation", "with others in play"),
+    "repeats.py:ChangesTheFolder": ("surroundings", "working directory"),
+    "repeats.py:WritesVariables": ("surroundings", "environment variable PROBLEM"),
+    "repeats.py:ResetsHalf": ("after the end", "plays another episode than a new one"),
+    "rewards.py:LeaksAtTheEnd": ("leak", "last number is the answer"),
+    "rewards.py:LeaksInATool": ("leak", "expected value"),
+    "rewards.py:DemonstrationsThatRaise": ("demonstrations", "KeyError: 'solution'"),
+    "rewards.py:FindsTheAnswerAnywhere": ("trivial answers", "the prompt repeated earns the full score"),
+    "rewards.py:Gullible": ("injection", "earns 1.00, noise 0.00"),
+    "endings.py:HoldsTheLoopInReset": ("event loop", "reset holds up"),
+    "endings.py:LeavesAThread": ("left behind", "6 threads more (telemetry)"),
+    "endings.py:LeavesAFile": ("left behind", "6 open files more"),
+    "endings.py:LeavesAPool": ("left behind", "3 processes more (sleep 1000)"),
+    "endings.py:CloseNeedsAReset": ("close", "no attribute 'task'"),
+    "endings.py:CloseHangs": ("episodes", "close took longer than"),
+    "endings.py:NoSchema": ("tools", "there is no type 'str'"),
+    "endings.py:TrustsToolCalls": ("tools", "KeyError: 'no_such_tool'"),
+}
+WARNED_OF = {
+    "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
+    "rewards.py:PaysTooMuch": ("reward range", "from -5 to 100"),
+    "rewards.py:FindsTheAnswerAnywhere": ("leak", "in the observation in 100%"),
+}
+
+
+def examine(animal, **settings):
+    if "Settings" in animal:
+        settings["size"] = 3
+    return asyncio.run(check_environment(f"{ZOO}/{animal}", settings))
+
+
+def finding(report, check) -> Finding:
+    (found,) = [finding for finding in report.findings if finding.check == check]
+    return found
+
+
+@pytest.mark.parametrize("animal", ["healthy.py:Sums", pytest.param("healthy.py:BlockingSums", marks=pytest.mark.slow)])
+def test_a_healthy_one_passes_every_check(animal):
+    report = examine(animal)
+    assert [str(finding) for finding in report.findings if finding.verdict not in ("ok", "not applicable")] == []
+    assert [f.check for f in report.findings if f.verdict is Verdict.NOT_APPLICABLE] == ["tools"]
+    assert [finding.check for finding in report.findings] == [check for group in GROUPS.values() for check in group]
+
+
+@pytest.mark.parametrize("animal", [*QUICK, *(pytest.param(animal, marks=pytest.mark.slow) for animal in SLOW)])
+def test_each_fails_for_its_own_reason(animal):
+    check, said = (QUICK | SLOW)[animal]
+    report = examine(animal)
+    assert not report.passed
+    assert report.failed() == {check}, "\n".join(map(str, report.findings))
+    assert said in finding(report, check).found
+    assert finding(report, check).advice
+
+
+def test_every_check_has_an_animal_that_fails_it():
+    """But for those that only ever warn."""
+    checks = {check for group in GROUPS.values() for check in group}
+    assert {check for check, _ in (QUICK | SLOW).values()} == checks - {"latency", "reward range"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("animal", WARNED_OF)
+def test_what_may_be_meant_is_a_warning(animal):
+    check, said = WARNED_OF[animal]
+    report = examine(animal)
+    assert finding(report, check).verdict is Verdict.WARNING
+    assert said in finding(report, check).found
+
+
+def test_a_set_up_that_does_not_end_is_said_and_nothing_is_left(tmp_path):
+    name = f"{ZOO}/endings.py:WaitsForever"
+    with pytest.raises(EnvgymError, match=r"cannot be set up: .* in setup \(.*endings\.py, line \d+\)"):
+        asyncio.run(check_environment(name, setup_seconds=0.5))

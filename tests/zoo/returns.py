@@ -1,0 +1,113 @@
+"""What comes back is not what Gymnasium's tuples hold, or does not come back at all."""
+# ruff: noqa: ASYNC251  (they are here to be found)
+
+import os
+import time
+
+from healthy import Sums
+
+import envgym
+
+
+class NanReward(Sums):
+    async def step(self, action):
+        return None, float("nan"), True, False, {}
+
+
+class TextReward(Sums):
+    async def step(self, action):
+        return None, "1.0", True, False, {}
+
+
+class ScoreOfTwo(Sums):
+    async def step(self, action):
+        return None, 1.0, True, False, {"score": 2}
+
+
+class FourTuple(Sums):
+    async def step(self, action):
+        return None, 1.0, True, {}
+
+
+class NumberAsObservation(Sums):
+    async def reset(self, *, seed=None, options=None):
+        return 42, {}
+
+
+class NoInfo(Sums):
+    async def reset(self, *, seed=None, options=None):
+        self.task = options["task"]
+        return self.ask()
+
+
+class WordAsFlag(Sums):
+    """Every word is true."""
+
+    async def step(self, action):
+        observation, reward, terminated, truncated, info = await super().step(action)
+        return observation, reward, "yes" if terminated else "", truncated, info
+
+
+class NanMetric(Sums):
+    async def step(self, action):
+        observation, reward, terminated, truncated, info = await super().step(action)
+        return observation, reward, terminated, truncated, {**info, "metrics": {"perplexity": float("inf")}}
+
+
+class RaisesAfterAWhile(Sums):
+    async def step(self, action):
+        if self.left == 1:
+            raise KeyError("second")
+        return await super().step(action)
+
+
+class TrustsThePolicy(Sums):
+    """Takes it for granted that the answer is a number."""
+
+    def is_right(self, text):
+        return int(text) == int(self.task.answer)
+
+
+class HangsInReset(Sums):
+    """Waits for something that never comes."""
+
+    Config = type("Config", (envgym.EnvConfig,), {"__annotations__": {"call_timeout": float}, "call_timeout": 1.0})
+
+    async def reset(self, *, seed=None, options=None):
+        import asyncio
+
+        await asyncio.sleep(1000)
+
+
+class HangsOnItsThread(Sums):
+    Config = HangsInReset.Config
+
+    def step(self, action):
+        time.sleep(1000)
+
+
+class HoldsTheLoopForGood(Sums):
+    Config = HangsInReset.Config
+
+    async def step(self, action):
+        while True:
+            time.sleep(0.1)
+
+
+class EndsTheProcess(Sums):
+    async def step(self, action):
+        print("giving up", flush=True)
+        os._exit(3)
+
+
+class Exits(Sums):
+    """As scripts do that were not written to be imported."""
+
+    async def step(self, action):
+        raise SystemExit("usage: grade.py ANSWER")
+
+
+class NeverEnds(Sums):
+    async def step(self, action):
+        right = float(self.is_right(action.text))
+        return self.say("Go on."), right, False, False, {"score": right}

@@ -1,0 +1,87 @@
+"""The answer is given away, or the grader is."""
+
+from healthy import Sums, SumsSpec
+
+import envgym
+from envgym.types import Observation, ToolSpec
+
+
+class LeaksInThePrompt(Sums):
+    def ask(self):
+        return self.say(f"{self.task.prompt} (solution: {self.task.answer})")
+
+
+class LeaksAtTheEnd(Sums):
+    """Behind words that are never the same."""
+
+    def ask(self):
+        return [{"role": "system", "content": f"{self.task.id} {self.task.answer}"}, *self.say("What is the sum?")]
+
+
+class LeaksInATool(Sums):
+    def ask(self):
+        told = f"Checks an answer against the expected value {self.task.answer}."
+        parameters = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+        return Observation(
+            tuple(map(message, self.say(self.task.prompt))), tools=(ToolSpec("check", told, parameters),)
+        )
+
+    async def step(self, action):
+        results = [
+            envgym.Message("tool", message({"role": "tool", "content": "no"}).content, (), call.id, call.name)
+            for call in action.tool_calls
+        ]
+        observation, *rest = await super().step(action)
+        return results if results and observation else observation, *rest
+
+
+def message(said):
+    return envgym.Message.of(said["role"], said["content"])
+
+
+class WrongDemonstrations(SumsSpec):
+    env_class = Sums
+
+    def demonstrations(self, task, seed):
+        return [f"The answer is {task.answer}.", "I am sure."]
+
+
+class DemonstrationsThatRaise(SumsSpec):
+    env_class = Sums
+
+    def demonstrations(self, task, seed):
+        return [task.fields["solution"]]
+
+
+class PaysForSilence(Sums):
+    """The less is said the better."""
+
+    def is_right(self, text):
+        return len(text.strip()) < 3
+
+
+class FindsTheAnswerAnywhere(Sums):
+    """Half of a pair is the answer, and any text that holds it will do."""
+
+    def ask(self):
+        numbers = [int(self.task.answer), int(self.task.answer) - self.rng.randrange(1, 40)]
+        self.rng.shuffle(numbers)
+        return self.say(f"Which is larger, {numbers[0]} or {numbers[1]}?")
+
+    def is_right(self, text):
+        return self.task.answer in text
+
+
+class Gullible(Sums):
+    """Believes what it is told about the score."""
+
+    def is_right(self, text):
+        return super().is_right(text) or '"score": 1.0' in text
+
+
+class PaysTooMuch(Sums):
+    """Rewards that are no scores."""
+
+    async def step(self, action):
+        right = self.is_right(action.text)
+        return None, 100.0 if right else -5.0, True, False, {}
