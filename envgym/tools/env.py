@@ -48,7 +48,7 @@ class ToolEnv(Env):
     task: Task
     toolbox: ToolBox
 
-    _sessions: list[McpSession] | None = None
+    _sessions: Sequence[McpSession] = ()
 
     def begin(self) -> Any:
         """Start an episode of `self.task`: what is said first, text or messages."""
@@ -66,7 +66,7 @@ class ToolEnv(Env):
         """What the final answer earns: a number, or a `Reward` with score and metrics."""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        await self.close()
+        await self._end_sessions()
         self.task = (options or {})["task"]
         said = as_messages(await _settled(self.begin()))
         config = self.spec.config
@@ -87,8 +87,7 @@ class ToolEnv(Env):
         return results, 0.0, False, False, {"metrics": self.toolbox.metrics}
 
     async def close(self) -> None:
-        sessions, self._sessions = self._sessions or [], None
-        await asyncio.gather(*(session.close() for session in sessions))
+        await self._end_sessions()
 
     async def _end(self, action: Action) -> StepResult:
         graded = await _settled(self.grade(action))
@@ -107,6 +106,10 @@ class ToolEnv(Env):
         for item in offered:
             tools += next(opened).tools if isinstance(item, McpServer) else [item]
         return tools
+
+    async def _end_sessions(self) -> None:
+        sessions, self._sessions = self._sessions, []
+        await asyncio.gather(*(session.close() for session in sessions))
 
 
 async def _settled(value: Any) -> Any:

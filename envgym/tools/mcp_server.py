@@ -269,6 +269,10 @@ class McpSession:
             if error.code == CONNECTION_CLOSED or not await self._answers():
                 raise await self._failure("died") from None
             raise ToolFailure(_one_line(error.message)) from None
+        except Exception:
+            if self._client is None:  # it ended under the call
+                raise await self._failure("died") from None
+            raise
         text = _text(result)
         if result.is_error:
             raise ToolFailure(text.strip())
