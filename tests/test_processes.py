@@ -1,7 +1,6 @@
 """Processes for users' code: called, killed, replaced, and closed on every way out."""
 
 import asyncio
-import glob
 import os
 import tempfile
 import time
@@ -57,6 +56,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "host_in_a_process.py").write_text(HOST)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(processes, "PING_SECONDS", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def with_pool(body, count=1, logs=None, **kwargs):
         async def main():
@@ -88,7 +88,7 @@ def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
 
     pids = run(body, count=2)
     assert not any(map(alive, pids))
-    assert not glob.glob(f"{tempfile.gettempdir()}/envgym-test-pool-*"), "nothing went wrong, so no log is kept"
+    assert not list(tmp_path.glob("envgym-test-pool-*")), "nothing went wrong, so no log is kept"
 
 
 def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run, tmp_path):

@@ -82,8 +82,6 @@ class AgentExecutorBase:
                 try:
                     output = (await engine.generate(tokens, playing.sampling)).outputs[0]
                 except NoRoom:
-                    if not ranges:
-                        raise  # a prompt that leaves no room is an error; it is never cut
                     break
                 ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
                 said = await playing.step(output.text)

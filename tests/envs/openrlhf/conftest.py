@@ -1,6 +1,7 @@
 """Files for OpenRLHF, played through the real runner by a policy whose answers are written down."""
 
 import asyncio
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -52,9 +53,11 @@ def renderer(tiny_model):
 
 
 @pytest.fixture
-def play(renderer, recording, tmp_path):
+def play(renderer, recording, tmp_path, monkeypatch):
     """`play(file, tasks, answers, …)`: the groups of a rollout, and the engine. `env` are settings of the environment,
     others of the rollout."""
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of what goes wrong are kept
 
     def run(file, tasks, answers, *, size=2, env=None, agent=None, context=4096, sampling=None, deterministic=False,
             agent_settings=None, **rollout):  # fmt: skip

@@ -44,7 +44,8 @@ def actions(episode):
 def test_1_sampling_parameters_are_no_episodes_but_its_own(play, ok, agent_file, task):
     """Where they are shared, what one episode sets cuts the prompts of the others."""
     file = agent_file(
-        """states["sampling_params"].max_tokens = 1 + int(states["action_text"])
+        """if int(states["action_text"]) % 2:
+            states["sampling_params"].max_tokens = 1 + int(states["action_text"])
         return {"rewards": 0.0, "environment_feedback": " more. " * 8, "done": self.steps == 3}""",
         reset="""import random
         return {"observation": "word " * random.Random(id(self)).randint(5, 60)}""",
@@ -52,7 +53,8 @@ def test_1_sampling_parameters_are_no_episodes_but_its_own(play, ok, agent_file,
     groups, engine = play(file, [task()], lambda member, turn: str(member), size=6)
     for member, episode in enumerate(ok(groups, engine)):
         asked = [r for r in engine.engine.requests if r.id.startswith(f"p/00000:{member:03d}")]
-        assert [request.sampling.max_tokens for request in asked] == [256, 1 + member, 1 + member]
+        then = 1 + member if member % 2 else 256
+        assert [request.sampling.max_tokens for request in asked] == [256, then, then]
         assert engine.engine.prompts(member)[0].startswith("word word"), "no prompt is cut"
         assert len(episode.rows) == 1
 
