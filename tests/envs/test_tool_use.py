@@ -181,6 +181,12 @@ def test_right_answers(text, answer, match, right):
     assert is_right(text, answer, match) is right
 
 
+def test_an_exponent_without_a_number_is_no_number():
+    """A small policy says such things."""
+    assert [last_number(text) for text in ("e99", "x e0000", "7 e5", ".5e1")] == [99.0, 0.0, 5.0, 5.0]
+    assert not is_right("e", 5, "auto")
+
+
 def test_reading_numbers_takes_no_time():
     assert last_number("1" * 200_000 + "x") is not None
     assert last_number("," * 200_000) is None
