@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -25,9 +26,10 @@ TASK = Task("t", prompt="What is 40 + 2?", answer="42", fields={"hint": "add", "
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch):
+def own_registry(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of what goes wrong are kept
 
 
 @pytest.fixture
