@@ -223,7 +223,14 @@ def test_ctrl_c_at_a_terminal_closes_the_environment(tmp_path, guess):
 def test_a_new_environment_passes_every_check_and_can_be_trained(run, tmp_path, tiny_model, kind):
     made = run("envs", "new", "my_first_env", "--kind", kind)
     assert (made.returncode, made.stderr) == (0, "")
-    words = ["steps=1", "rollout.tasks=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.every=0"]
+    words = [
+        "steps=1",
+        "rollout.tasks=2",
+        "rollout.group_size=2",
+        "rollout.max_tokens=8",
+        "eval.every=0",
+        "engine.kind=transformers",
+    ]
     commands = re.findall(r"^  envgym (.+)$", made.stdout, re.MULTILINE)
     assert [command.split()[:2] for command in commands] == [["envs", "check"], ["envs", "try"], ["train", "--env"]]
     checked = run(*commands[0].split())
