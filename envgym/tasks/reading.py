@@ -16,7 +16,7 @@ from .rows import Row
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "messages")
 ANSWER_FIELDS = (
-    "answer", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
+    "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
 KEYS = 16**15
 """Prompts have keys below this."""
