@@ -108,6 +108,8 @@ class Sandbox:
     def __init__(
         self, limits: Limits | None = None, *, concurrency: int | None = None, packages: Sequence[str] = ()
     ) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}: run in a container or on a server")
         self.limits = limits or Limits()
         self.isolation: Isolation | None = None
         self._concurrency = concurrency or 2 * len(os.sched_getaffinity(0))
@@ -218,15 +220,14 @@ class _Server:
     """The server process and the socket over which it is handed connections."""
 
     def __init__(self, packages: Mapping[str, str], ways: Sequence[str]) -> None:
-        if sys.platform != "linux":
-            raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}: run in a container or on a server")
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-s", "-S", "-P", "-c", _SERVER, str(Path(__file__).parent)]
         with theirs, tempfile.TemporaryFile() as errors:
             # No variables, no open files, no terminal, no signals of ours.
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors, env={}, start_new_session=True
-            )
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=errors, env={}, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
             theirs.close()
             try:
                 self.isolation = self._greet(packages, ways)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -767,9 +768,8 @@ os._exit(0)
 def record(name: str, way: str, expected: str, outcome: Execution | str) -> None:
     if isinstance(outcome, Execution):
         said = (outcome.stdout.strip().splitlines() or outcome.stderr.strip().splitlines() or [""])[-1]
-        outcome = f"{outcome.reason}, exit {outcome.exit}, {outcome.seconds:.2f} s" + (
-            f": {said[:120]}" if said else ""
-        )
+        outcome = f"{outcome.reason}, exit {outcome.exit}, {outcome.seconds:.2f} s: {said}".rstrip(": ")
+    outcome = re.sub(r"(/+[\w.-]+){2,}", "PATH", outcome)[:150]
     OUTCOMES.setdefault(name, {"expected": expected})[way] = outcome.encode("ascii", "replace").decode()
 
 

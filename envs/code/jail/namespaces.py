@@ -1,4 +1,4 @@
-"""Namespaces: a program with a file system, a process table, a network and users of its own.
+"""Namespaces: a program with a file system, a process table and users of its own, and no network.
 
 Its file system has of this machine the Python interpreter, the system's libraries and three devices, read-only. What
 the program writes goes to a small file system in memory that ends with it.
@@ -34,10 +34,12 @@ _DEVICES = ("null", "random", "urandom")
 _ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top
 
 
-def prepare(way: str) -> None:
-    """Make the next child of this process the first of a new process namespace.
+def settle(way: str) -> None:
+    """Leave this machine's network, IPC, host name and control groups, once for all programs of a server.
 
-    As root, by right; as `user`, in a user namespace, where the kernel lets everybody have one.
+    They could not meet there: the filter of system calls gives them neither sockets nor IPC. A network namespace for
+    each would cost up to seconds while many are made and unmade. As root that is done by right; as `user`, in a user
+    namespace, where the kernel lets everybody have one.
     """
     if way == "user":
         user, group = os.geteuid(), os.getegid()
@@ -45,7 +47,11 @@ def prepare(way: str) -> None:
         proc = os.open("/proc", os.O_PATH)
         _map_users(proc, user, group)
         os.close(proc)
-    linux.unshare(linux.CLONE_NEWPID, "process namespaces")
+    linux.unshare(
+        linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
+        "network, IPC, host name and control group namespaces",
+    )
+    socket.sethostname("sandbox")
 
 
 def become_init(way: str, program: Program, host: Host, streams: Streams) -> None:
@@ -54,15 +60,11 @@ def become_init(way: str, program: Program, host: Host, streams: Streams) -> Non
     When this process ends, the kernel kills whatever still lives in the namespace.
     """
     os.setsid()
-    linux.unshare(
-        linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP,
-        "mount, network, IPC, host name and control group namespaces",
-    )
+    linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
     proc = os.open("/proc", os.O_PATH)
     _build(program, host)
     linux.pivot_into(_ROOT)
     linux.make_read_only("/", devices=True, recursive=False)
-    socket.sethostname("sandbox")
     stdin = os.open("/dev/stdin", os.O_RDONLY)
     os.chdir(_HOME)
     _become_nobody(way, proc)

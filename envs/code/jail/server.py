@@ -11,7 +11,7 @@ import socket
 import sys
 from typing import Any
 
-from . import supervisor, wire
+from . import namespaces, supervisor, wire
 from .program import Host, Program
 
 _MSG_CMSG_CLOEXEC = 0x40000000  # <linux/socket.h>
@@ -29,6 +29,8 @@ def main() -> None:
     python, installed = os.path.realpath(sys.executable), _installed(readable)
     host = Host(python, readable, installed, settings["packages"], settings["temporary"])
     way, errors = _choose(host, settings["ways"])
+    if way in ("root", "user"):
+        namespaces.settle(way)
     control.sendall(wire.pack({"way": way, "errors": errors}))
     while way:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1, _MSG_CMSG_CLOEXEC)
@@ -51,7 +53,7 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
         if way == ("user" if os.geteuid() == 0 else "root"):
             continue
         ours, theirs = socket.socketpair()
-        _fork(way, host, theirs, ours)
+        _fork(way, host, theirs, ours, settled=False)
         theirs.close()
         ours.sendall(_request(probe))
         try:
@@ -67,7 +69,7 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
     return "", errors
 
 
-def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket) -> None:
+def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket, *, settled: bool = True) -> None:
     """Fork a supervisor that answers one request; it does not keep `other`."""
     if os.fork() != 0:
         return
@@ -76,6 +78,8 @@ def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         answer: tuple[dict[str, Any], bytes, bytes]
         try:
+            if not settled and way != "confined":
+                namespaces.settle(way)
             header, (source, stdin, *contents) = wire.receive(connection)
             files = dict(zip(header.pop("names"), contents, strict=True))
             answer = supervisor.play(way, Program(source, stdin, files, **header), host, connection)

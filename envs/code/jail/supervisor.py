@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import confined, namespaces
+from . import confined, linux, namespaces
 from .processes import usage
 from .program import Host, Program, Streams, report
 
@@ -53,7 +53,7 @@ def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple
         pipes = [os.pipe() for _ in range(3)]
         started = time.monotonic()
         if way != "confined":
-            namespaces.prepare(way)
+            linux.unshare(linux.CLONE_NEWPID, "process namespaces")  # its next child is process 1
         process = os.fork()
         if process == 0:
             _enter(way, folder, program, host, pipes)

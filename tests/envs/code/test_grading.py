@@ -15,15 +15,21 @@ from envgym.envs.code.sandbox import Limits, Sandbox
 from envgym.errors import DataError
 
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, memory_mb=256, output_kb=256)
+SANDBOX = Sandbox(LIMITS)
 ADD = [{"call": "add", "args": [1, 2], "expected": 3}, {"call": "add", "args": [5, -5], "expected": 0}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed():
+    yield
+    asyncio.run(SANDBOX.close())
 
 
 def grade_all(*solutions_and_tests, entry_point="") -> list[Verdict]:
     async def main():
-        async with Sandbox(LIMITS) as sandbox:
-            return await asyncio.gather(
-                *(grade(sandbox, code, read_cases(tests, entry_point)) for code, tests in solutions_and_tests)
-            )
+        return await asyncio.gather(
+            *(grade(SANDBOX, code, read_cases(tests, entry_point)) for code, tests in solutions_and_tests)
+        )
 
     return asyncio.run(main())
 

@@ -141,6 +141,28 @@ def test_files_stay_in_the_programs_folder(name):
         run("pass", files={name: ""})
 
 
+def test_a_program_has_namespaces_and_a_user_of_its_own():
+    async def main():
+        async with sandbox_by("namespaces") as sandbox:
+            server = psutil.Process(sandbox._server._process.pid)
+            task = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+            await asyncio.to_thread(wait_until, lambda: len(server.children(recursive=True)) == 3)
+            [program] = [p.pid for p in server.children(recursive=True) if not p.children()]
+            await asyncio.to_thread(wait_until, lambda: "main.py" in Path(f"/proc/{program}/cmdline").read_text())
+            kinds = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+            shared = [k for k in kinds if os.readlink(f"/proc/{program}/ns/{k}") == os.readlink(f"/proc/self/ns/{k}")]
+            status = dict(line.split(":\t") for line in Path(f"/proc/{program}/status").read_text().splitlines())
+            task.cancel()
+            return shared, status
+
+    shared, status = asyncio.run(main())
+    assert shared == []
+    assert {int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    if os.geteuid() == 0:
+        assert set(status["Uid"].split()) == {"65534"}
+
+
 # -- many at once -----------------------------------------------------------------------------------------
 
 
