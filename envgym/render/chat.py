@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,13 +106,12 @@ class ChatDialogue(Dialogue):
         self._raw = True
         self._text += text
 
-    def _blame(self, turns: list[Written]) -> None:
-        """Raise `TurnRefused` where the template takes the conversation with other words of the policy's."""
-        if not self._forms:
-            return
-        with contextlib.suppress(InvalidStep):
+    def _takes(self, turns: list[Written]) -> bool:
+        try:
             self._template.render(turns, self.tools)
-            raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
+        except InvalidStep:
+            return False
+        return True
 
     def _reply(self, observation: Observation) -> Extension:
         if self._raw:
@@ -135,7 +133,8 @@ class ChatDialogue(Dialogue):
                 break
         if not rendered:
             assert refusal is not None
-            self._blame([*self._turns, self._template.assistant("said"), *new])
+            if self._forms and self._takes([*self._turns, self._template.assistant("said"), *new]):
+                raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
             raise refusal
         text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
         before, self._text, self._forms = self._text, text, []

@@ -68,7 +68,7 @@ class Dialogue(ABC):
     def reply(self, observation: Observation) -> Extension:
         """What the environment answers, up to where the policy's next turn begins.
 
-        Raises `InvalidStep` where it cannot be rendered.
+        Raises `InvalidStep` where it cannot be rendered, `TurnRefused` where that is for what the policy said.
         """
         self.tools = observation.tools or self.tools
         if observation.text is not None:

@@ -12,7 +12,7 @@ ADD = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "
 
 words = st.sampled_from(["hello", "hell", " there", "12", "naïve", "数学", "🙂", "\n\n", "  ", "{", "."])
 texts = st.lists(words, min_size=1, max_size=6).map("".join).map(str.strip).filter(bool)
-quick = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 
 
 def asked(text, **fields):

@@ -72,7 +72,7 @@ def test_tools_in_plain_text(renderer):
 def test_raw_text_is_appended_as_text(chat, vocabulary, name, kind):
     renderer = chat(name, "own") if kind == "chat" else TextRenderer(vocabulary(name))
     tokenizer = renderer.tokenizer
-    quick = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+    quick = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
     texts = st.text(st.sampled_from("ab .\n12數🙂"), min_size=1)
 
     @quick

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envgym.errors import InvalidStep
+from envgym.errors import TurnRefused
 from envgym.render import TextRenderer
 from envgym.render.json_formats import read_deepseek, read_hermes, read_llama, read_mistral
 from envgym.render.tag_formats import read_argument_tags, read_function_tags
@@ -23,7 +23,7 @@ FORMATS = {
 TAGS = (read_function_tags, read_argument_tags)
 ONE_CALL = ("llama3_1", "llama3_2")
 """Families whose template refuses several calls in one turn."""
-quick = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 
 TYPES = {
     "string": st.text(
@@ -161,8 +161,8 @@ def test_anything_is_read_without_an_exception(chat, family):
         assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
         try:
             extension = dialogue.reply(answers(message))
-        except InvalidStep:
-            assert not message.text.strip()  # a turn without text is refused by some
+        except TurnRefused:
+            assert not message.text.strip()  # some take no turn without text
             return
         assert extension.token_ids
 
