@@ -1,0 +1,93 @@
+"""Every environment that ships with envgym, and every example, passes its own check."""
+
+import asyncio
+import json
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from envgym.check import Verdict, check_environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHIPPED = sorted(entry.name for entry in entry_points(group="envgym.envs") if entry.value.startswith("envgym."))
+QUICK = {"math_verify-v0", "gymnasium-v0", "tool_use-v0", "judge-v0"}
+"""The others start processes for all that they do, and are slow."""
+NEED = {
+    "judge-v0": lambda url: {"judge": {"base_url": f"{url}/v1", "model": "m"}},
+    "reward_model-v0": lambda url: {"endpoints": f"{url}/get_reward"},
+    "mixture-v0": lambda url: {"members": {"sums": "math_verify", "ice": {"env": "gymnasium", "weight": 2}}},
+}
+"""Settings that those need which cannot be played without any, given a server of judgements."""
+TAKE_DATA = {"judge-v0", "reward_model-v0"}
+BROKEN = {"reasoning_gym-v0": "a held-out puzzle is not kept apart from equal ones that are made for training"}
+
+
+async def judgement(request):
+    """Serves both a judge and a reward model, who know the right answer when they see it."""
+    body = await request.json()
+    if "query" in body:
+        pairs = zip(body["query"], body["labels"], strict=True)
+        return web.json_response({"rewards": [float(query.endswith(label)) for query, label in pairs]})
+    content = body["messages"][0]["content"]
+    reference = re.search(r"^----- reference answer (\w+) -----\n(.*?)\n----- end", content, re.M | re.S).group(2)
+    answer = re.search(r"^----- answer (\w+) -----\n(.*?)\n----- end", content, re.M | re.S).group(2)
+    return web.json_response(
+        {"choices": [{"message": {"content": f'{{"score": {10 * (answer.strip() == reference)}}}'}}]}
+    )
+
+
+def data(folder):
+    rows = [{"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(20, 60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data": {"path": str(folder / "rows.jsonl")}}
+
+
+def problems(report):
+    return "\n".join(str(finding) for finding in report.findings if finding.verdict is Verdict.FAILED)
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        pytest.param(
+            id,
+            marks=[
+                *([] if id in QUICK else [pytest.mark.slow]),
+                *([pytest.mark.xfail(reason=BROKEN[id], strict=True)] if id in BROKEN else []),
+            ],
+        )
+        for id in SHIPPED
+    ],
+)
+def test_what_ships_passes(id, tmp_path, serving):
+    async def examine():
+        async with serving(judgement) as url:
+            settings = NEED[id](url) if id in NEED else {}
+            return await check_environment(id, settings | (data(tmp_path) if id in TAKE_DATA else {}))
+
+    report = asyncio.run(examine())
+    assert report.passed, problems(report)
+    played = {"types", "seed", "generators", "isolation", "event loop", "after the end", "close", "left behind"}
+    assert {check: report.verdict(check) for check in played} == dict.fromkeys(played, Verdict.OK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [p for p in EXAMPLES.glob("*.py") if "(envgym.Env" in p.read_text()], ids=str)
+def test_examples_pass(example):
+    report = asyncio.run(check_environment(str(example)))
+    assert report.passed, problems(report)
+
+
+@pytest.mark.slow
+def test_a_service_that_is_not_there_is_no_fault_of_the_environment(tmp_path):
+    """Nothing answers at the judge's address: what needs its grades is not applicable, the rest is looked at."""
+    judge = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "tries": 1}
+    report = asyncio.run(check_environment("judge", {"judge": judge} | data(tmp_path)))
+    assert report.passed, problems(report)
+    assert report.verdict("settings") is report.verdict("tasks") is report.verdict("splits") is Verdict.OK
+    (episodes,) = [finding for finding in report.findings if finding.check == "episodes"]
+    assert episodes.verdict is Verdict.NOT_APPLICABLE
+    assert "127.0.0.1:9" in episodes.found
