@@ -148,10 +148,13 @@ class Template:
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether the template takes a message's content as a list of parts alone."""
-        try:
-            return ASKED not in self._apply([TALK[0]], (), False)
-        except Exception:
-            return True
+        shown = []
+        for content in (ASKED, _parts(ASKED)):
+            try:
+                shown.append(ASKED in self._apply([{"role": "user", "content": content}], (), False))
+            except Exception:
+                shown.append(False)
+        return shown == [False, True]
 
     def _try(self, messages: Sequence[Written], tools: Sequence[ToolSpec]) -> str:
         try:

@@ -285,6 +285,17 @@ def test_a_conversation_that_the_template_refuses_is_one_line(chat):
         dialogue.begin(observed(asked("half: \ud83d")))
 
 
+@pytest.mark.parametrize("family", ["llava_next", "smolvlm"])
+def test_a_template_that_wants_content_in_parts_gets_it(chat, family):
+    renderer = chat("tekken", family)
+    dialogue = renderer.dialogue()
+    text = renderer.tokenizer.decode(dialogue.begin(observed(asked("12 + 34?"))))
+    assert text.count("12 + 34?") == 1
+    dialogue.said([*renderer.encode(" 46"), renderer.stop_token_ids[-1]])
+    text = renderer.tokenizer.decode(dialogue.reply(observed(asked("Sure?"))).token_ids)
+    assert text.count("Sure?") == 1
+
+
 def test_one_observation_is_rendered_once_for_a_group(chat, monkeypatch):
     renderer = chat("starter", "own")
     first = renderer.prompt(observed(asked("once upon a time")))
