@@ -67,6 +67,10 @@ class RunError(EnvgymError):
     """A run folder that exists already, cannot be resumed, or a run that cannot go on."""
 
 
+class RolloutFailed(RunError):
+    """A step's episodes failed too often to learn from. The weights are those of the last whole step."""
+
+
 class WorkerError(EnvgymError):
     """A worker process raised an error; the message is the last line, the worker's log file has the rest."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from .errors import RunError
+from .errors import RolloutFailed
 from .types import Episode, Group, Status
 
 
@@ -52,11 +52,11 @@ def _is_flat(group: Group) -> bool:
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:
-    """Raise `RunError`, with the commonest reason, where too many of the episodes failed to go on."""
+    """Raise `RolloutFailed`, with the commonest reason, where too many of the episodes failed to go on."""
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode for episode in episodes if episode.failed]
     if failed and len(failed) > max_share * len(episodes):
-        raise RunError(
+        raise RolloutFailed(
             f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}"
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import RunConfig, StageConfig, resolve
-from .errors import RunError
+from .errors import RolloutFailed, RunError
 from .models import fetch_model
 from .placement import Place, prepared, start_parts
 from .report import PICTURE, plot
@@ -122,9 +122,9 @@ async def _run_stage(
         status = "completed"
     except Stopped:
         status = "stopped"
-        run = Path(config.runs_dir, config.name or "")
-        kept = folder.last_checkpoint()
-        raise KeyboardInterrupt(f"checkpoint {kept} is kept; go on with: envgym train --resume {run}") from None
+        raise KeyboardInterrupt(_kept(config, folder)) from None
+    except RolloutFailed as error:
+        raise RolloutFailed(f"{error}; {_kept(config, folder)}") from None
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
         raise
@@ -135,6 +135,11 @@ async def _run_stage(
         folder.write_summary(summary)
     plot(folder.path)
     return summary
+
+
+def _kept(config: RunConfig, folder: RunFolder) -> str:
+    run = Path(config.runs_dir, config.name or "")
+    return f"checkpoint {folder.last_checkpoint()} is kept; go on with: envgym train --resume {run}"
 
 
 def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: float) -> dict[str, Any]:

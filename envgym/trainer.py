@@ -21,7 +21,7 @@ from .buffer import Buffer
 from .config import RunConfig, StageConfig
 from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
-from .errors import RunError
+from .errors import RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
 from .learner import Learner, LearnerConfig, LearnRow
 from .metrics import check_failures, rollout_metrics
@@ -107,8 +107,8 @@ class Trainer:
                     raise Stopped
                 await self.take_step()
                 boundary = self.state()
-        except Stopped:
-            # A stop is heard while episodes are in play, so weights are those of the last whole step.
+        except (Stopped, RolloutFailed):
+            # Both happen while episodes are in play, so weights are those of the last whole step.
             await self.checkpoint(boundary)
             raise
 
@@ -159,7 +159,7 @@ class Trainer:
                 await asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), episodes)
             check_failures(played, self.stage.rollout.max_failed_share)
         if not groups:
-            raise RunError(f"step {step}: no group of episodes is complete enough to learn from (see rollouts/)")
+            raise RolloutFailed(f"step {step}: no group of episodes is complete enough to learn from (see rollouts/)")
         self.progress.record |= rollout_metrics(played) | self.cursor.metrics()
         self.progress.tokens["sampled"] += self.progress.record.get("tokens/sampled", 0)
         return groups

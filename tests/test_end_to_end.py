@@ -173,3 +173,46 @@ def test_demonstrations_are_learned_without_an_engine(tmp_path, tiny_model):
     assert run.summary["eval"]["after"]["eval/loss"] < run.summary["eval"]["before"]["eval/loss"]
     assert run.summary["tokens"] == {"sampled": 0, "trained": run.summary["tokens"]["trained"]}
     assert run.summary["tokens"]["trained"] > 0
+
+
+FRAGILE = '''
+import pathlib, envgym
+
+class Fragile(envgym.Env):
+    """Two turns; breaks once the folder holds a file named `broken`."""
+
+    async def reset(self, *, seed=None, options=None):
+        self.turns = 0
+        return [{"role": "user", "content": "Say something."}], {}
+
+    def step(self, action):
+        self.turns += 1
+        if pathlib.Path("broken").exists() and self.turns == 2:
+            raise ConnectionError("the world is gone")
+        return [{"role": "user", "content": "And?"}], len(action.text) % 5, self.turns == 2, False, {}
+'''
+
+
+def test_a_world_that_breaks_stops_the_run_with_everything_kept(tmp_path, tiny_model):
+    """Steps are made of several turns; then too many episodes fail, and the mended run goes on."""
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    words = [
+        "train", "--env", "fragile.py", "--model", tiny_model, "--name", "fragile", "steps=2", "rollout.tasks=4",
+        "rollout.group_size=2", "rollout.max_tokens=6", "eval.every=0", "engine.kind=transformers",
+    ]  # fmt: skip
+    (tmp_path / "broken").touch()
+    done = subprocess.run(
+        [ENVGYM, *map(str, words)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert "32 of 32 episodes failed; the commonest failure is environment: ConnectionError: the world is gone" in line
+    assert "go on with: envgym train --resume runs/fragile" in line
+    run = Run(tmp_path / "runs" / "fragile", "")
+    assert (run.summary["status"], run.summary["steps"]) == ("failed", 0)
+    assert run.summary["failures"] == {"environment": 48}  # four rounds of 8, and in each 4 places filled anew
+    assert (run.summary["played_again"], run.summary["refills"]) == (16, 16)
+    (tmp_path / "broken").unlink()
+    program(tmp_path, "train", "--resume", "runs/fragile")
+    assert (run.summary["status"], run.summary["steps"]) == ("completed", 2)
+    assert run.metrics[-1]["length/max"] > 6  # two turns of at most 6 tokens

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envgym.errors import RunError
+from envgym.errors import RolloutFailed
 from envgym.metrics import check_failures, rollout_metrics
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task
 
@@ -53,5 +53,5 @@ def test_members_of_a_mixture_are_told_apart_even_where_a_step_has_but_one():
 
 def test_too_many_failures_stop_the_run_with_the_commonest():
     check_failures([group(SLOW, 1.0)], 0.5)
-    with pytest.raises(RunError, match="2 of 3 episodes failed; the commonest failure is timeout: slow"):
+    with pytest.raises(RolloutFailed, match="2 of 3 episodes failed; the commonest failure is timeout: slow"):
         check_failures([group(SLOW, SLOW, 1.0)], 0.5)

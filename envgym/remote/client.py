@@ -42,6 +42,7 @@ class RemoteConfig(EnvConfig):
 class RemoteEnvSpec(EnvSpec):
     """The environment served at `url`. Its instances are sessions there; it holds the connections to them."""
 
+    agent = "tool_calling"  # whether it offers tools is known once it is reached; without them this is `multi_turn`
     Config = RemoteConfig
     config: RemoteConfig
 
