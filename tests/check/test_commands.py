@@ -98,6 +98,54 @@ def test_a_mistake_is_no_failed_check(run, tmp_path, words, said):
     assert said in line
 
 
+def family(mark):
+    """Processes that inherited `mark` in their environment: the program and all its descendants."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found += [path.parent.name] if mark.encode() in path.read_bytes() else []
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
+
+
+@pytest.mark.parametrize("animal", ["endings.py:LeavesAProcess", "returns.py:HoldsTheLoopForGood"])
+def test_ctrl_c_ends_a_check_and_all_that_it_started(tmp_path, animal):
+    mark = f"ENVGYM_TEST_MARK={tmp_path}"
+    with subprocess.Popen(
+        [ENVGYM, "envs", "check", f"{ZOO}/{animal}"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "ENVGYM_TEST_MARK": str(tmp_path)},
+    ) as program:  # fmt: skip
+        for line in program.stdout:
+            if "fingerprints" in line:
+                break
+        time.sleep(0.3)  # now it plays
+        program.send_signal(signal.SIGINT)
+        _, stderr = program.communicate(timeout=20)
+    assert (program.returncode, stderr) == (130, "envgym: interrupted\n")
+    deadline = time.monotonic() + 5
+    while family(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_served_environment_is_examined_as_far_as_it_can_be_seen(run, tmp_path):
+    with subprocess.Popen(
+        [ENVGYM, "serve", f"{ZOO}/healthy.py:Sums", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline()).group()
+            result = run("envs", "check", url)
+            tried = run("envs", "try", url, typed="?\n?\n")
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert result.returncode == 0, result.stdout
+    on_its_server = re.findall(r"^not applicable  (.{16})  it plays on its server", result.stdout, re.MULTILINE)
+    assert [name.strip() for name in on_its_server] == ["generators", "surroundings", "event loop"]
+    assert "terminated after 2 turns: reward 0, score 0" in tried.stdout
+
+
 # -- try --------------------------------------------------------------------------------------------------
 
 
