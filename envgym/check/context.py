@@ -50,8 +50,14 @@ class Subject:
         """The names of the services it declares."""
         return sorted({name for part in (self.spec, *self.spec.parts()) for name in part.services})
 
-    async def tasks(self, count: int, split: str = "train") -> list[Task]:
+    @property
+    def split(self) -> str:
+        """Whose tasks are played: `train`, unless all there is is held out."""
+        return "train" if self.spec.tasks("train").size != 0 else "test"
+
+    async def tasks(self, count: int, split: str | None = None) -> list[Task]:
         """Up to `count` different tasks: the first, and others from all over the split. The same at every call."""
+        split = split or self.split
         tasks = self.spec.tasks(split)
         rng = random.Random(f"tasks {split}")
         indices: Sequence[int] = range(tasks.reach)

@@ -20,7 +20,7 @@ SAMPLE = 500
 
 
 async def check(subject: Subject) -> list[Finding]:
-    train, test = await subject.tasks(SAMPLE), await subject.tasks(SAMPLE, "test")
+    train, test = await subject.tasks(SAMPLE, "train"), await subject.tasks(SAMPLE, "test")
     described = settings(subject)
     hashed = (
         not_applicable("fingerprints", "they are of the settings (settings)")
@@ -65,12 +65,14 @@ async def tasks(subject: Subject, train: Sequence[Task], test: Sequence[Task]) -
         if repeated := [key for key, count in counts.items() if count > 1]:
             wrong.append(f"ids of {split} that several tasks have: {listed(repeated)}")
         wrong += [f"task {task.key} {reason}" for task in sample[:50] if (reason := _not_data(task))]
-    again = await subject.tasks(SAMPLE)
+    again = await subject.tasks(SAMPLE, "train")
     if changed := [t.key for t, other in zip(train, again, strict=True) if task_hash(t) != task_hash(other)]:
         wrong.append(f"tasks that are others when asked for again: {listed(changed)}")
     if wrong:
         return failed(name, "; ".join(wrong[:3]), "tasks are data: one id each, always the same, and of JSON's types")
     found = f"{', '.join(sizes)}; {len(train) + len(test)} looked at, their ids are unique"
+    if not train and not test:
+        return failed(name, found, "there must be something to play: a task for each problem")
     if not train:
         return warning(name, found, "there is nothing to train on")
     return ok(name, found)

@@ -11,7 +11,7 @@ from envgym.errors import CallTimeout
 from envgym.types import Action, Observation, ToolCall, ToolSpec
 
 from .context import Clock, Subject
-from .play import Played, play
+from .play import Played, play, text_of
 from .report import Finding, failed, listed, not_applicable, ok, warning
 from .scripts import MAX_TURNS, calling, empty, injection, random_tokens
 
@@ -37,6 +37,8 @@ def can_be_played(subject: Subject) -> Finding:
     """No exceptions, no hanging calls, and an end."""
     name = "episodes"
     played = subject.episodes
+    if not played:
+        return not_applicable(name, "there are no tasks to play")
     if (last := played[-1]).close_error is not None and hangs(last):
         return failed(name, str(last.close_error), "a call must return within env.call_timeout, close within seconds")
     broken = [episode for episode in played if episode.error is not None and not episode.wrong_types]
@@ -69,6 +71,8 @@ def types(subject: Subject) -> Finding:
         return failed(name, wrong[0].problem(), "see docs/environments.md for what reset and step return")
     if odd := [episode.odd_flag for episode in played if episode.odd_flag]:
         return failed(name, odd[0], "terminated and truncated are True or False")
+    if any(played.first is not None and not text_of(played.first).strip() for played in subject.episodes):
+        return failed(name, "the first observation says nothing", "reset returns what the policy reads first")
     infos = [turn.info for episode in played for turn in episode.turns]
     if invalid := [info for info in infos if "invalid_metrics" in (info.get("metrics") or {})]:
         found = f"metrics that are no finite numbers in {len(invalid)} of {len(infos)} steps"

@@ -15,7 +15,7 @@ from envgym.services import Services, start_services
 
 from . import description, endings, episodes, isolation, latency, leak, repeatability, scores
 from .context import Subject
-from .play import CALL_SECONDS
+from .play import call_limit
 from .report import Finding
 
 GRACE_SECONDS = 3.0
@@ -87,7 +87,7 @@ class CheckHost:
     async def _beat(self) -> None:
         """Have the process say where it stands, and end, once the event loop is held for good. This watch needs neither
         the loop nor Python's lock."""
-        limit = min(CALL_SECONDS, self._subject.spec.config.call_timeout) + GRACE_SECONDS
+        limit = call_limit(self._subject.spec) + GRACE_SECONDS
         while True:
             faulthandler.dump_traceback_later(limit, exit=True)
             await asyncio.sleep(limit / 10)

@@ -20,7 +20,7 @@ Script = Callable[[int, Observation], Action | None]
 """What to do in turn k (from 0) given what was just observed; None where it has nothing more to do."""
 
 CALL_SECONDS = 10.0
-"""Seconds a reset or a step may take here, or the environment's own `call_timeout` where that is less."""
+"""Seconds a reset or a step may take here; see `call_limit`."""
 CLOSE_SECONDS = 5.0
 
 
@@ -172,13 +172,19 @@ def _same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def call_limit(spec: EnvSpec) -> float:
+    """Seconds a reset or a step may take here. One that waits for a model may take as long as in a run."""
+    own = spec.config.call_timeout
+    return own if any(part.services for part in (spec, *spec.parts())) else min(CALL_SECONDS, own)
+
+
 class Player:
     """One episode in the making, call by call, so that several can be interleaved. An error ends it."""
 
     def __init__(self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str) -> None:
         self.played = Played(task, seed, name)
         self._script = script
-        self._limit = min(CALL_SECONDS, spec.config.call_timeout)
+        self._limit = call_limit(spec)
         self._make = spec.of(task).make
         self._env: CheckedEnv | None = None
 
@@ -189,6 +195,7 @@ class Player:
         try:
             self._env = self._make() if env is None else env
             self._watch_flags(self._env)
+            await self._env.acquire()  # waiting for a place is not the call's own time
             async with asyncio.timeout(self._limit):
                 options = {"task": played.task}
                 played.first, played.info = await self._env.reset(seed=played.seed, options=options)

@@ -82,7 +82,7 @@ async def _same_again(subject: Subject, tasks: Sequence[Task], first: dict[str, 
 async def _problems(subject: Subject) -> Finding:
     """Another task or seed makes another problem."""
     name = "problems"
-    if subject.spec.tasks("train").size == 1:
+    if subject.spec.tasks(subject.split).size == 1:
         return not_applicable(name, "there is one task")
     tasks = await subject.tasks(PROBLEMS)
     heard: set[str] = set()

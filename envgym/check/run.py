@@ -19,7 +19,7 @@ from envgym.workers.local import LocalRuntime, LocalWorker
 from . import repeatability, scores
 from .report import Finding, Report, Verdict, failed, not_applicable
 
-GROUP_SECONDS = 180.0
+GROUP_SECONDS = 300.0
 """Seconds a group of checks may take. Each keeps itself to far less, but for an environment that is slow throughout."""
 GROUPS = {
     "description": ("settings", "tasks", "splits", "fingerprints"),

@@ -34,6 +34,13 @@ class NumberAsObservation(Sums):
         return 42, {}
 
 
+class SaysNothing(Sums):
+    """The problem is posed to nobody."""
+
+    def ask(self):
+        return []
+
+
 class NoInfo(Sums):
     async def reset(self, *, seed=None, options=None):
         self.task = options["task"]

@@ -88,6 +88,13 @@ class TasksWithoutEnd(SumsSpec):
         return Circular(tasks_of(split))
 
 
+class NoTasks(SumsSpec):
+    env_class = Sums
+
+    def tasks(self, split):
+        return envgym.ListTasks([])
+
+
 class ChangingFingerprint(SumsSpec):
     env_class = Sums
     counter = itertools.count()
