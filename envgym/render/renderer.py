@@ -113,8 +113,8 @@ class Renderer(ABC):
     def decode_after(self, token_ids: Sequence[int]) -> str:
         """The text that ids add to a conversation, special tokens included: also a space before the first word, which
         decoding alone takes away with some tokenizers. What is no text is U+FFFD."""
-        anchor = next(iter(self._anchors.values()))
-        before, whole = self._decode(anchor), self._decode([*anchor, *token_ids])
+        anchor, before = self._anchor
+        whole = self._decode([*anchor, *token_ids])
         return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)
 
     @cached_property
@@ -123,6 +123,12 @@ class Renderer(ABC):
         the tokenizer puts a space after special tokens too."""
         special = [token for token in (self.tokenizer.eos_token, self.tokenizer.bos_token) if token is not None]
         return {before: self.encode(before) for before in [*special, "\n"]}
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ids that ids can be decoded behind, and what they are decoded to by themselves."""
+        ids = next(iter(self._anchors.values()))
+        return ids, self._decode(ids)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text = self.tokenizer.decode(
