@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
+from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import ConfigError, NameNotFound, VersionNotFound, missing_package
 from envgym.types import Action, Message, Task
 
+from .frozen_lake import FrozenLakeMaps
 from .view import view_of
 
 if TYPE_CHECKING:
@@ -30,18 +31,26 @@ class GymnasiumTextConfig(EnvConfig):
     """Settings of the environment."""
 
     game: str = "FrozenLake-v1"
-    """Gymnasium's id of the environment, also `module:Id-v0`."""
+    """Gymnasium's id of the environment, also `module:Id-v0`. Unset: FrozenLake on ice that is not slippery
+    (`kwargs={is_slippery: false}`) and with `map_size=4`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments it is made with (`{is_slippery: false}`)."""
-    map_size: int | None = Field(None, ge=2, le=32)
-    """FrozenLake only: a new map of this many squares a side for every task, drawn by its seed. Unset: one map."""
+    """Arguments it is made with."""
+    map_size: int | None = Field(None, ge=3, le=32)
+    """FrozenLake only: a map of this many squares a side for every task, drawn by its seed. Unset: the game's own."""
     rules: str | None = None
     """What the policy is told of the game at the beginning. Unset: a text of ours, or the game's documentation."""
-    max_turns: int = Field(50, ge=1)
+    max_turns: int = Field(30, ge=1)
     """Answers after which an episode ends, truncated; those without an action count as well. The game's own limit of
     steps holds beside it."""
     invalid_reward: float | None = None
     """Reward of an answer without an action. Unset: 0 on FrozenLake, -10 (an illegal action's) on Taxi, else -1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _example(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and "game" not in settings:
+            return {"kwargs": {"is_slippery": False}, "map_size": 4, **settings}
+        return settings
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -62,8 +71,7 @@ class GymnasiumTextEnv(Env):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Info]:
         self.close()
-        seed = self.rng.getrandbits(31) if seed is None else seed
-        self._game = self.spec.new_game(seed)
+        self._game = self.spec.new_game((options or {})["task"])
         self._view = view_of(self._game)
         self._turns = self._invalid = 0
         observation, _ = self._game.reset(seed=seed)
@@ -110,16 +118,20 @@ class GymnasiumText(EnvSpec):
     async def setup(self) -> None:
         await asyncio.to_thread(self._try_out)
 
-    def new_game(self, seed: int | None) -> gymnasium.Env[Any, Any]:
+    def tasks(self, split: str) -> TaskSet:
+        if self.config.map_size is not None:
+            return FrozenLakeMaps(split, self.config.map_size)
+        return super().tasks(split)
+
+    def new_game(self, task: Task) -> gymnasium.Env[Any, Any]:
         """A new instance of the game, rendering text where it can. Raises an `EnvgymError` where there is none."""
         try:
             import gymnasium
-            from gymnasium.envs.toy_text.frozen_lake import generate_random_map
         except ImportError:
             raise missing_package("gymnasium", "gymnasium", f"environment {self.id}") from None
         name, kwargs = self.config.game, dict(self.config.kwargs)
-        if self.config.map_size is not None:
-            kwargs["desc"] = generate_random_map(self.config.map_size, seed=seed)
+        if "map" in task.fields:
+            kwargs["desc"] = task.fields["map"]
         try:
             if self._renders is None:  # whether a class renders text is known of an instance
                 with contextlib.closing(gymnasium.make(name, disable_env_checker=True, **kwargs)) as game:
@@ -140,13 +152,13 @@ class GymnasiumText(EnvSpec):
         """
         from .planning import Plan, can_plan
 
-        game = self.new_game(task.seed)
+        game = self.new_game(task)
         try:
             game.reset(seed=task.seed)
             view, rng = view_of(game), random.Random(f"{task.id} {seed}")
             if not can_plan(view.world):
                 return super().demonstrations(task, seed)
-            key = repr(getattr(view.world, "desc", None)) if self.config.map_size is not None else ""
+            key = str(task.fields.get("map"))
             if key not in self._plans:
                 self._plans = {key: Plan(view.world.P)}
             turns: list[str | Message] = []
@@ -163,7 +175,7 @@ class GymnasiumText(EnvSpec):
     def _try_out(self) -> None:
         from .observations import check_writable
 
-        game = self.new_game(0)
+        game = self.new_game(Task("trial"))
         try:
             view_of(game)
             if game.render_mode != "ansi":

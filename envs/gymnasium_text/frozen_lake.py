@@ -1,10 +1,41 @@
-"""FrozenLake in words."""
+"""FrozenLake in words, and maps for it without end."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from envgym.env import SeedTasks
+from envgym.types import Task
+
 from .view import WordView
+
+TEST_SHARE = 1 / 8
+
+
+class FrozenLakeMaps(SeedTasks):
+    """Tasks with a map of their own, drawn by their seed. No map is in both splits."""
+
+    def __init__(self, split: str, size: int) -> None:
+        super().__init__(split)
+        self._is_test, self._size = split == "test", size
+
+    async def get(self, index: int) -> Task:
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+        seed = (await super().get(index)).seed
+        assert seed is not None
+        for draw in range(10_000):
+            lines = generate_random_map(self._size, seed=seed + draw * 2**32)
+            if is_held_out(lines) == self._is_test:
+                return Task(id=f"map-{seed}", seed=seed, fields={"map": lines})
+        raise AssertionError(f"no map of {self._size} squares a side belongs to this split")
+
+
+def is_held_out(lines: list[str]) -> bool:
+    """Whether a map belongs to the test split, by a hash that is the same everywhere."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
 
 
 class FrozenLakeView(WordView):

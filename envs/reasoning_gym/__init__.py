@@ -14,6 +14,7 @@ from envgym.processes import Processes
 from envgym.types import Action, Message, Task
 
 from .answers import extracted, tagged, without_length_ratio
+from .datasets import TEST_START
 
 HOST = "envgym.envs.reasoning_gym.datasets:Datasets"
 GENERATE_SECONDS = 120.0
@@ -104,9 +105,7 @@ class ReasoningGymEnv(Env):
 
 
 class ReasoningGymTasks(TaskSet):
-    """Task N is item N of the datasets, for `test` counted from a number that training never reaches."""
-
-    TEST_START = 2**31
+    """Task N is item N of the datasets, for `test` counted from `TEST_START`. No question is in both."""
 
     def __init__(self, spec: ReasoningGym, split: str) -> None:
         self._spec, self._split = spec, split
@@ -118,7 +117,7 @@ class ReasoningGymTasks(TaskSet):
     async def get(self, index: int) -> Task:
         if self.size is not None and index >= self.size:
             raise IndexError(index)
-        return await self._spec.task(index if self._split == "train" else self.TEST_START + index)
+        return await self._spec.task(index if self._split == "train" else TEST_START + index)
 
 
 class ReasoningGym(EnvSpec):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import random
 import resource
@@ -21,10 +22,15 @@ from envgym.errors import ConfigError, NameNotFound, did_you_mean, missing_packa
 from .scorers import scored
 
 CHUNK = 500
-"""Items of one dataset object; the library's own default, so that the first of a seed are what it calls so."""
+"""Items of one dataset object; the library's own default."""
 MEMORY_BYTES = 4 * 2**30
-TRIES = 20
+TEST_START = 2**31
+"""Items from here on are held out."""
+TEST_SHARE = 1 / 4
+"""Share of all questions that are held out. The smaller, the longer one of them is looked for."""
+TRIES = 200
 STRIDE = 1_000_003
+"""How far items that stand in for each other are apart."""
 
 EXAMPLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "graph_color": lambda metadata: json.dumps({str(k): v for k, v in metadata["possible_answer"].items()}),
@@ -42,6 +48,16 @@ class Item:
     question: str
     answer: str | None
     level: int | None
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the test split, by a hash that is the same everywhere.
+
+    Seeds do not keep the splits apart: item N of seed S is item 0 of seed S + N in most datasets, and small datasets
+    ask the same again.
+    """
+    digest = hashlib.sha256(question.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
 
 
 class Datasets:
@@ -91,8 +107,11 @@ class Datasets:
         """A sign of life."""
 
     def _new_item(self, number: int) -> tuple[str, int | None, dict[str, Any], str | None]:
-        """(dataset, level, the library's entry, a right answer). Where a seed has no puzzle (generators give up after
-        so many draws) or one whose own answer is not accepted, one far away stands in."""
+        """(dataset, level, the library's entry, a right answer).
+
+        Another item stands in for one that is of no use here: the library gave up making it, or does not accept its own
+        answer, or the question belongs to the other split.
+        """
         rng = random.Random(f"{self._seed} {number}")
         name = rng.choices(list(self._weights), list(self._weights.values()))[0]
         level = rng.choice(self._levels) if self._levels else None
@@ -102,6 +121,9 @@ class Datasets:
                 entry = self._generate(name, level, number + attempt * STRIDE)
             except Exception as error:
                 reason = error
+                continue
+            if is_held_out(entry["question"]) != (number >= TEST_START):
+                reason = "there are too few different ones to hold some out"
                 continue
             answer = EXAMPLES[name](entry["metadata"]) if name in EXAMPLES else entry["answer"]
             if answer is None or scored(name, self._dataset(name, level, 0), str(answer), entry) == 1:

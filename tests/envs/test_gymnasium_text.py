@@ -239,13 +239,27 @@ def test_the_seed_decides_everything_and_the_global_generators_nothing():
     assert len({texts[0] for texts, *_ in first}) == 4
 
 
-def test_train_and_test_draw_from_different_seeds():
-    spec = make()
+def test_train_and_test_share_no_task():
+    async def posed(spec, split):
+        return [await spec.tasks(split).get(index) for index in range(300)]
 
-    async def seeds(split):
-        return {(await spec.tasks(split).get(index)).seed for index in range(100)}
+    seeds = [{task.seed for task in asyncio.run(posed(make("Taxi-v4"), split))} for split in ("train", "test")]
+    assert not seeds[0] & seeds[1]
+    maps = [
+        {str(task.fields["map"]) for task in asyncio.run(posed(make(map_size=3), split))} for split in ("train", "test")
+    ]
+    assert not maps[0] & maps[1]
+    assert len(maps[0]) > len(maps[1]) > 5
 
-    assert not asyncio.run(seeds("train")) & asyncio.run(seeds("test"))
+
+def test_without_settings_it_is_a_lake_that_can_be_learned():
+    spec = registry.spec(TARGET)
+    first = [run(spec, ["down"], index=index)[0][0] for index in range(5)]
+    assert len(set(first)) > 2
+    assert not any("slippery" in text for text in first)
+    assert registry.spec(TARGET, map_size=6).config.kwargs == {"is_slippery": False}
+    assert registry.spec(TARGET, game="FrozenLake-v1").config.kwargs == {}
+    assert registry.spec_from_json(spec.to_json()) == spec
 
 
 def test_concurrent_episodes_do_not_meet_and_block_nobody():

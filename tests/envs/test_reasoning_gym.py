@@ -11,7 +11,7 @@ import pytest
 
 from envgym import errors, registry
 from envgym.envs.reasoning_gym.answers import extracted, tagged, without_length_ratio
-from envgym.envs.reasoning_gym.datasets import Datasets
+from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets
 from envgym.envs.reasoning_gym.guard import Refused, answers_are_data
 from envgym.types import Action, Task
 
@@ -299,12 +299,20 @@ def test_an_item_that_draws_from_the_global_generators_is_the_same_again():
         assert [item(name, number)[0] for number in range(40)] == once
 
 
-def test_train_and_test_share_no_item(mixed):
-    """In most datasets item N of seed S is item 0 of seed S + N: two seeds alone would share nearly everything."""
+def test_train_and_test_share_no_question(mixed):
     spec, run = mixed
     train, test = run(tasks_of(spec, "train", 100)), run(tasks_of(spec, "test", 100))
-    assert not {task.prompt for task in train} & {task.prompt for task in test}
     assert not {task.id for task in train} & {task.id for task in test}
+    few = Datasets({"coin_flip": 1.0}, {}, [], {}, 0)  # some hundred questions there are
+    posed = [{few.item(start + number).question for number in range(300)} for start in (0, TEST_START)]
+    assert not posed[0] & posed[1]
+    assert len(posed[0]) > len(posed[1]) > 5
+
+
+def test_a_dataset_of_one_question_cannot_hold_any_out():
+    single = Datasets({"count_primes": 1.0}, {"count_primes": {"min_n": 7, "max_n": 7}}, [], {}, 0)
+    with pytest.raises(RuntimeError, match="count_primes makes no puzzle with these parameters: there are too few"):
+        [single.item(start) for start in (0, TEST_START)]
 
 
 def test_train_tasks_may_have_an_end():
