@@ -44,10 +44,14 @@ async def _after_the_end(subject: Subject, repeatable: bool) -> Finding:
             try:
                 options = {"task": task}
                 await env.reset(seed=number, options=options)
+                ended = False
                 for turn in fresh.turns:
-                    answer = await env.step(turn.action)
-                    if answer[2] or answer[3]:
+                    _, _, terminated, truncated, _ = await env.step(turn.action)
+                    ended = terminated or truncated
+                    if ended:
                         break
+                if not ended:  # the same turns do not end it again
+                    continue
                 try:
                     await env.step(Action("more"))
                 except Exception:

@@ -51,6 +51,7 @@ SLOW = {
     "returns.py:HangsOnItsThread": ("episodes", "step took longer than 1 s"),
     "returns.py:EndsTheProcess": ("episodes", "the process ended: giving up"),
     "returns.py:Exits": ("episodes", "usage: grade.py ANSWER"),
+    "repeats.py:EndsByChance": ("seed", ""),
     "repeats.py:RemembersEpisodes": ("seed", "observation of turn 1"),
     "repeats.py:SameProblemForAll": ("problems", "posed the same problem"),
     "repeats.py:SeedsTheGlobalGenerator": ("generators", "draws from or seeds"),

@@ -18,6 +18,12 @@ class IgnoresItsSeed(Sums):
         return observation, info
 
 
+class EndsByChance(IgnoresItsSeed):
+    async def step(self, action):
+        observation, reward, terminated, _, info = await super().step(action)
+        return observation, reward, terminated or random.Random().random() < 0.5, False, info
+
+
 class RemembersEpisodes(Sums):
     """Each episode depends on how many there were before."""
 
