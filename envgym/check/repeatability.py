@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from envgym.fingerprint import task_hash
@@ -36,18 +36,22 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 async def _play(
-    subject: Subject, tasks: Sequence[Task], *, global_seed: int = 1, backwards: bool = False
+    subject: Subject, tasks: Sequence[Task], *, again: Iterable[str] = (), global_seed: int = 1
 ) -> tuple[dict[str, Played], list[str]]:
-    """Play every script of every task; the global generators begin each episode alike. Also which of them were used."""
-    jobs: list[tuple[str, Task, int, str, Script]] = []
+    """Play the scripts of the tasks, as many as there is time for, or those of `again` in that order.
+
+    The global generators begin each episode alike. Also returns which of them were used.
+    """
+    jobs: dict[str, tuple[Task, int, str, Script]] = {}
     for number, task in enumerate(tasks):
-        jobs += [(f"{number} {name}", task, number, name, script) for name, script in subject.scripts(task).items()]
+        jobs |= {f"{number} {name}": (task, number, name, script) for name, script in subject.scripts(task).items()}
     clock = Clock(SECONDS)
     played: dict[str, Played] = {}
     touched: set[str] = set()
-    for key, task, number, name, script in reversed(jobs) if backwards else jobs:
-        if clock.is_up and len(played) >= 2:
+    for key in again or jobs:
+        if not again and clock.is_up and len(played) >= 2:
             break
+        task, number, name, script = jobs[key]
         generators.seed(global_seed)
         before = generators.state()
         played[key] = await play(subject.spec, task, number, script, name)
@@ -58,10 +62,8 @@ async def _play(
 async def _same_again(subject: Subject, tasks: Sequence[Task], first: dict[str, Played]) -> Finding:
     """In the other order, so that what an episode leaves behind for the next one shows as well."""
     name = "seed"
-    again, _ = await _play(subject, tasks, backwards=True)
-    compared = 0
-    for key in first.keys() & again.keys():
-        compared += 1
+    again, _ = await _play(subject, tasks, again=list(reversed(first)))
+    for key in first:
         if found := difference(first[key].heard(), again[key].heard()):
             return failed(
                 name,
@@ -70,13 +72,13 @@ async def _same_again(subject: Subject, tasks: Sequence[Task], first: dict[str, 
             )
     metrics = {
         metric
-        for key in first.keys() & again.keys()
+        for key in first
         for one, other in zip(first[key].turns, again[key].turns, strict=False)
         for metric, value in (one.info.get("metrics") or {}).items()
         if value != (other.info.get("metrics") or {}).get(metric)
     }
     also = f" (but for the metrics {listed(sorted(metrics))})" if metrics else ""
-    return ok(name, f"{compared} episodes played twice were the same{also}")
+    return ok(name, f"{len(first)} episodes played twice were the same{also}")
 
 
 async def _problems(subject: Subject) -> Finding:
@@ -107,7 +109,11 @@ async def _problems(subject: Subject) -> Finding:
     if short or len(asks) > 1:
         advice = 'pose options["task"], or draw the problem from self.rng; if there is only one, let tasks() say so'
         return failed(name, found, advice)
-    return warning(name, f"{found}, as far as a few random turns can tell", "is this a world that is always the same?")
+    return warning(
+        name,
+        f"{found}, as far as a few random turns can tell",
+        "in a world that is always the same, held-out tasks tell nothing",
+    )
 
 
 async def _generators(subject: Subject, tasks: Sequence[Task], first: dict[str, Played], touched: list[str]) -> Finding:
@@ -115,8 +121,8 @@ async def _generators(subject: Subject, tasks: Sequence[Task], first: dict[str, 
     name = "generators"
     if subject.is_remote:
         return not_applicable(name, "it plays on its server")
-    other, touched_again = await _play(subject, tasks, global_seed=2)
-    for key in first.keys() & other.keys():
+    other, touched_again = await _play(subject, tasks, again=list(first), global_seed=2)
+    for key in first:
         if found := difference(first[key].heard(), other[key].heard()):
             return failed(
                 name,
@@ -167,4 +173,4 @@ def compared(one: dict[str, Any], other: dict[str, Any]) -> Finding:
                 "sort sets before drawing from them or showing them, and do not use hash() of texts: "
                 "both differ between processes",
             )
-    return ok(name, f"{len(episodes)} episodes were the same in another process")
+    return ok(name, f"{len(episodes.keys() & other['episodes'].keys())} episodes were the same in another process")

@@ -1,6 +1,7 @@
 """The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and answers for its errors.
 
-Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours.
+Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours, and of `envs check` a check that
+failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .failures import Invocation, broken_pipe, interrupted, mistake, reader_is_g
 COMMANDS = {
     "train": "train a policy on an environment",
     "eval": "measure a model on an environment's held-out tasks",
-    "envs": "list environments, or show one",
+    "envs": "list, show, check, try or begin environments",
     "serve": "serve an environment over HTTP",
     "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",
