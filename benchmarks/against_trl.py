@@ -91,19 +91,28 @@ def command(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -
 
 
 def run(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -> dict[str, float]:
-    """Run one side to its end and return the medians of its measured steps, and its wall-clock seconds.
+    """Run one side to its end and return the medians of its measured steps, and its wall-clock seconds."""
+    folder.mkdir(parents=True)
+    start, metrics = command(side, options, tasks, folder)
+    wall = run_to_end(side, start, folder, options.threads)
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    measured = [step for step in steps if "seconds/step" in step][options.warmup :]
+    fields = [*(f"seconds/{phase}" for phase in PHASES), *WORK]
+    return {field: median(step[field] for step in measured) for field in fields} | {"seconds/wall": wall}
+
+
+def run_to_end(side: str, start: list[str], folder: Path, threads: int) -> float:
+    """Run a side's command in `folder`, with its output in `output.log` there, and return its wall-clock seconds.
 
     Raises:
         SystemExit: the side failed or took longer than `LIMIT_SECONDS`; the message ends with its last output.
     """
-    folder.mkdir(parents=True)
-    start, metrics = command(side, options, tasks, folder)
     log = folder / "output.log"
-    threads = {"OMP_NUM_THREADS": str(options.threads)}  # what the caller's shell has set must not decide
+    settings = {"OMP_NUM_THREADS": str(threads)}  # what the caller's shell has set must not decide
     began = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            start, cwd=folder, stdout=output, stderr=output, env=os.environ | threads, start_new_session=True
+            start, cwd=folder, stdout=output, stderr=output, env=os.environ | settings, start_new_session=True
         )
         try:
             status: int | str = process.wait(timeout=LIMIT_SECONDS)
@@ -113,14 +122,9 @@ def run(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -> di
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    wall = time.perf_counter() - began
     if status != 0:
         raise SystemExit(f"{side} failed ({status}):\n{log.read_text(errors='replace')[-3000:]}")
-
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    measured = [step for step in steps if "seconds/step" in step][options.warmup :]
-    fields = [*(f"seconds/{phase}" for phase in PHASES), *WORK]
-    return {field: median(step[field] for step in measured) for field in fields} | {"seconds/wall": wall}
+    return time.perf_counter() - began
 
 
 def compare(turns: list[dict[str, dict[str, float]]], peer: str, phase: str) -> dict[str, Any]:
