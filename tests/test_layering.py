@@ -134,11 +134,15 @@ def test_nothing_heavy_is_imported_at_module_level_outside_workers(folder):
 # -- names ------------------------------------------------------------------------------------------------
 
 
+ORDINARY_WORDS = {"code", "gymnasium"}
+"""Names that the core uses in another sense: fingerprints of code, the view for the package Gymnasium."""
+
+
 def known_names():
     """What learners, environments and recipes that ship with envgym are called, without versions."""
     groups = [entry_points(group=f"envgym.{kind}") for kind in ("envs", "learners")]
     ours = [entry for group in groups for entry in group if entry.value.startswith("envgym.")]
-    return {re.sub(r"-v\d+$", "", entry.name) for entry in ours} | set(recipe_names())
+    return ({re.sub(r"-v\d+$", "", entry.name) for entry in ours} | set(recipe_names())) - ORDINARY_WORDS
 
 
 def words_with_a_name(source, names, *, examples):
