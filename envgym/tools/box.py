@@ -20,6 +20,8 @@ GRACE = 2.0
 """Seconds a call past its deadline gets to clean up; then it is left to itself."""
 ERROR_LENGTH = 1000
 """Characters of an error that the policy is told."""
+NAME_LENGTH = 64
+"""Characters of a tool's name that a result repeats; the policy may have made it up."""
 
 _left: set[asyncio.Task[Any]] = set()  # tasks that would not end; the loop itself keeps no hold of them
 
@@ -70,7 +72,7 @@ class ToolBox:
         async def one(call: ToolCall) -> Message:
             async with slots:
                 text = await self._answer(call)
-            return Message("tool", (TextPart(text),), tool_call_id=call.id, name=call.name)
+            return Message("tool", (TextPart(text),), tool_call_id=call.id, name=_clean(call.name)[:NAME_LENGTH])
 
         jobs = [asyncio.create_task(one(call)) for call in calls]
         try:

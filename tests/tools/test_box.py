@@ -163,6 +163,12 @@ def test_calls_that_cannot_be_made():
     assert counts(box) == [4, 0, 4, 0]
 
 
+def test_a_name_that_the_policy_makes_up_does_no_harm():
+    [message] = asyncio.run(ToolBox([add]).call([ToolCall("", "\ud800" + "a" * 10_000, {})]))
+    assert message.name == "?" + "a" * 63
+    assert len(message.text.encode()) < 1200
+
+
 def test_a_long_error_is_cut():
     def fail() -> None:
         raise ValueError("x" * 100_000)
