@@ -109,11 +109,8 @@ async def _problems(subject: Subject) -> Finding:
     if short or len(asks) > 1:
         advice = 'pose options["task"], or draw the problem from self.rng; if there is only one, let tasks() say so'
         return failed(name, found, advice)
-    return warning(
-        name,
-        f"{found}, as far as a few random turns can tell",
-        "in a world that is always the same, held-out tasks tell nothing",
-    )
+    advice = "in a world that is always the same, held-out tasks tell nothing new"
+    return warning(name, f"{found}, as far as a few random turns can tell", advice)
 
 
 async def _generators(subject: Subject, tasks: Sequence[Task], first: dict[str, Played], touched: list[str]) -> Finding:

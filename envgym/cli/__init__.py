@@ -1,7 +1,7 @@
 """The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and answers for its errors.
 
-Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours, and of `envs check` a check that
-failed.
+Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours (and, of `envs check`, a check
+that failed).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ QUICK = {
     "tasks.py:OverlappingSplits": ("splits", "10 of 40 held-out tasks are also among 60"),
     "returns.py:TextReward": ("types", "a reward is a number or None, not '1.0'"),
     "returns.py:HoldsTheLoopForGood": ("episodes", "held for good in step"),
-    "repeats.py:IgnoresItsSeed": ("seed", "observation of turn 1: 'our lucky number is"),
+    "repeats.py:IgnoresItsSeed": ("seed", "lucky number is"),
     "repeats.py:SharedSecret": ("isolation", "with others in play"),
     "rewards.py:LeaksInThePrompt": ("leak", "100% of 45 tasks"),
     "rewards.py:PaysForSilence": ("trivial answers", "an empty answer earns the full score"),
