@@ -81,11 +81,10 @@ class Template:
 
     def unended(self, text: str) -> str:
         """A text that ends with the assistant's turn, without what the template writes after what was said."""
-        if self.end_of_turn in text:
-            return (
-                text.rpartition(self.end_of_turn)[0] if self.end_of_turn else text.removesuffix(self._after_last_turn)
-            )
-        return text
+        if text.endswith(self._after_last_turn) or not self.end_of_turn:
+            return text.removesuffix(self._after_last_turn)
+        said, ended, _ = text.rpartition(self.end_of_turn)
+        return said if ended else text
 
     # -- found out ----------------------------------------------------------------------------------------------
 

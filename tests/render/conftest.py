@@ -56,7 +56,7 @@ def chat(vocabulary):
         base = vocabulary(name)
         if family == "own":
             return ChatRenderer(base)
-        tokenizer = copy.deepcopy(base) if name == "starter" else copy.copy(base)
+        tokenizer = copy.deepcopy(base) if name == "starter" or eos else copy.copy(base)
         tokenizer.chat_template = template(family)
         tokens = sorted(set(PATTERN.findall(tokenizer.chat_template)))
         # The large vocabularies are shared, so that every family's tokens gather in them.

@@ -4,11 +4,15 @@ template writes of the conversation, and what it said is never touched.
 The oracle is the template itself, applied to the whole conversation by the tokenizer's own method.
 """
 
+import copy
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from envgym.errors import InvalidStep, TurnRefused
+from envgym.render import ChatRenderer
 from envgym.types import Message, Observation, ToolSpec
 
 STABLE = ["chatml", "qwen2_5", "qwen3", "llama3", "llama3_1", "gemma", "gemma3", "phi3", "cohere2", "lfm2_2_5", "own"]
@@ -263,6 +267,29 @@ def test_a_turn_ends_where_the_template_ends_it(chat, family, end):
     renderer = chat("tekken", family)
     tokens = renderer.tokenizer.convert_ids_to_tokens(list(renderer.stop_token_ids))
     assert tokens == (["</s>", end] if end != "</s>" else ["</s>"])
+
+
+def test_a_turn_ends_with_the_tokenizers_token_where_the_template_writes_another_before_it(chat):
+    renderer = chat("sentencepiece", "cohere2", "<|END_OF_TURN_TOKEN|>")
+    assert renderer.stop_token_ids == (renderer.tokenizer.eos_token_id,)
+    assert renderer.template.end_of_turn == "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+
+
+def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat):
+    """As Phi-3's do: the line break that its template writes after a turn is no token."""
+    tokenizer = copy.deepcopy(chat("starter", "phi3", "<|end|>").tokenizer)
+    for token in ("<|end|>", "<|user|>", "<|assistant|>"):
+        tokenizer.add_tokens([AddedToken(token, rstrip=True, special=True)], special_tokens=True)
+    renderer = ChatRenderer(tokenizer)
+    dialogue = renderer.dialogue()
+    row = dialogue.begin(observed(asked("12 + 34?")))
+    row += dialogue.demonstrate("46")
+    row += dialogue.reply(observed(asked("Sure?"))).token_ids
+    talk = [asked("12 + 34?"), {"role": "assistant", "content": "46"}, asked("Sure?")]
+    whole = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert "<|end|>\n<|user|>\nSure" in whole
+    assert row == tokenizer.encode(whole, add_special_tokens=False)
+    assert renderer.encode("\n")[0] not in row
 
 
 def test_tools_that_come_later_are_shown_in_a_new_row(chat):
