@@ -301,7 +301,7 @@ def test_an_item_that_draws_from_the_global_generators_is_the_same_again():
 
 def test_train_and_test_share_no_question(mixed):
     spec, run = mixed
-    train, test = run(tasks_of(spec, "train", 100)), run(tasks_of(spec, "test", 100))
+    train, test = run(tasks_of(spec, "train", 40)), run(tasks_of(spec, "test", 40))
     assert not {task.id for task in train} & {task.id for task in test}
     few = Datasets({"coin_flip": 1.0}, {}, [], {}, 0)  # some hundred questions there are
     posed = [{few.item(start + number).question for number in range(300)} for start in (0, TEST_START)]
@@ -348,7 +348,7 @@ def test_an_answer_that_hangs_its_scorer_is_wrong_and_holds_nobody_up():
 
     async def play():
         names = ["simple_integration", "word_sorting"]
-        async with make(dataset=names, processes=2, score_timeout=5.0, exact=True) as spec:
+        async with make(dataset=names, processes=2, score_timeout=4.0, exact=True) as spec:
             tasks = {task.fields["dataset"]: task for task in await tasks_of(spec, "train", 10)}
             task = tasks["simple_integration"]
             stuck = asyncio.create_task(earned(spec, task, hanging))

@@ -128,9 +128,9 @@ def test_concurrent_games_do_not_meet(tic_tac_toe):
     spec, run = tic_tac_toe
 
     async def together():
-        return await asyncio.gather(*(play(spec, seed=seed) for seed in range(40)))
+        return await asyncio.gather(*(play(spec, seed=seed) for seed in range(20)))
 
-    assert run(together()) == [run(play(spec, seed=seed)) for seed in range(40)]
+    assert run(together()) == [run(play(spec, seed=seed)) for seed in range(20)]
 
 
 def test_games_that_draw_at_every_move_do_not_meet_in_one_process():
