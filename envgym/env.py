@@ -141,7 +141,7 @@ class EnvSpec:
     agent: ClassVar[str] = "multi_turn"
     """The agent that plays it unless told otherwise."""
 
-    def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
+    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         self.id = id
         self._env_class = env_class or type(self).env_class
         config_class = getattr(self._env_class, "Config", None) or type(self).Config

@@ -295,3 +295,21 @@ def test_suggestions_are_gymnasiums(names, asked):
         if "Did you mean" in str(theirs.value):
             suggestion = str(theirs.value).split("`")[-2]
             assert f"Did you mean 'lab/{suggestion}'?" in str(ours.value)
+
+
+def test_a_setting_may_be_called_id():
+    """It is the environment's own, not the id that it is registered under."""
+
+    class Config(envgym.EnvConfig):
+        id: str = "one"
+
+    class Named(envgym.Env):
+        async def reset(self, *, seed=None, options=None):
+            return self.spec.config.id, {}
+
+        async def step(self, action): ...
+
+    Named.Config = Config
+    assert envgym.EnvSpec("Named-v0", Named, id="two").config.id == "two"
+    with pytest.raises(ConfigError, match="unknown key 'id'"):
+        registry.spec("math_verify", id="x")

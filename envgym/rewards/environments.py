@@ -121,7 +121,7 @@ class RewardSpec(DataEnvSpec):
 
     _processes: Processes | None = None
 
-    def __init__(self, id: str, env_class: type[Env] = RewardEnv, **kwargs: Any) -> None:
+    def __init__(self, id: str, env_class: type[Env] = RewardEnv, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
         self.name = self.function.__name__
         self._parameters = Parameters(self.function)
@@ -211,7 +211,7 @@ class RewardSpec(DataEnvSpec):
 class GroupRewardSpec(RewardSpec):
     """The environment of a batch function."""
 
-    def __init__(self, id: str, env_class: type[Env] = GroupRewardEnv, **kwargs: Any) -> None:
+    def __init__(self, id: str, env_class: type[Env] = GroupRewardEnv, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
         self._calls = asyncio.Semaphore(self.config.concurrency or 2**31)
 

@@ -110,7 +110,7 @@ class GymnasiumText(EnvSpec):
     Config = GymnasiumTextConfig
     config: GymnasiumTextConfig
 
-    def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
+    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
         self._plans: dict[str, Plan] = {}
         self._renders: bool | None = None

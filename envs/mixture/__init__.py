@@ -58,7 +58,7 @@ class Mixture(EnvSpec):
     Config = MixtureConfig
     config: MixtureConfig
 
-    def __init__(self, id: str, **kwargs: Any) -> None:
+    def __init__(self, id: str, /, **kwargs: Any) -> None:
         if "data" in kwargs:
             raise ConfigError(
                 f"environment {id} has no data of its own: give a member some, env.members.NAME.data.path=…"

@@ -43,7 +43,7 @@ class ForeignFile(DataEnvSpec):
         about = about or f"{name} of {path.name}, written for OpenRLHF."
         return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": about})
 
-    def __init__(self, id: str, env_class: type[Env] | None = None, **kwargs: Any) -> None:
+    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         super().__init__(id, env_class or self.env, **kwargs)
 
     def __reduce__(self) -> Any:

@@ -67,7 +67,7 @@ class ToolUse(DataEnvSpec):
     Config = ToolUseConfig
     config: ToolUseConfig
 
-    def __init__(self, id: str, **kwargs: Any) -> None:
+    def __init__(self, id: str, /, **kwargs: Any) -> None:
         super().__init__(id, **kwargs)
         config = self.config
         if config.data is not None and not (config.tools or config.mcp):
