@@ -15,11 +15,13 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+import envgym.tools
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency
 from envgym.tools import McpServer, ToolBox
 from envgym.types import ToolCall
 
 PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
+GUARD = str(Path(envgym.tools.__file__).with_name("guard.py"))
 
 
 def stdio(*flags, **settings):
@@ -37,7 +39,8 @@ class HttpServer:
         self.start()
 
     def start(self):
-        command = [sys.executable, PROGRAM, "--port", str(self.port)]
+        # Under the guard, so that it ends even where the tests are killed.
+        command = [sys.executable, GUARD, str(os.getpid()), sys.executable, PROGRAM, "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
