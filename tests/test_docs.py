@@ -27,6 +27,7 @@ PAGES = {
 }
 LONG = {"train", "eval", "model"}
 """Commands that sample or train: minutes."""
+SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
     "train": ["steps=1", "rollout.tasks=4", "rollout.group_size=2", "eval.tasks=4"],
     "eval": ["eval.tasks=4"],
@@ -105,16 +106,17 @@ def test_every_command_is_of_a_program_that_is_there():
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("page", "words"),
     [
-        pytest.param(words, id=" ".join(words))
+        pytest.param(page, words, id=" ".join(words))
         for page in PAGES
         for words in ours(page)
-        if words[0] not in LONG | {"serve"}
+        if words[0] not in LONG | SERVERS
     ],
 )
-def test_a_quick_command(words, tmp_path):
-    run(tmp_path, words, 30)
+def test_a_quick_command(page, words, tmp_path):
+    write_files(page, tmp_path)
+    run(tmp_path, words, 60)
 
 
 @pytest.mark.slow
