@@ -44,7 +44,7 @@ class CodeConfig(DataEnvConfig):
 
 
 class CodeEnv(Env):
-    """Poses the task, runs what is in the last Python block, and pays by the tests that pass."""
+    """Programming tasks: runs what is in the last Python block, and pays by the tests that pass."""
 
     spec: Code
     cases: list[Case]

@@ -38,7 +38,7 @@ class MathVerifyConfig(DataEnvConfig):
 
 
 class MathVerifyEnv(Env):
-    """Poses the task and pays 1 for a right answer in a box, 0 for anything else."""
+    """Mathematics in one turn: pays 1 for a right answer in a box, 0 for anything else."""
 
     spec: MathVerify
     task: Task

@@ -48,7 +48,7 @@ class ToolUseConfig(ToolEnvConfig, DataEnvConfig):
 
 
 class ToolUseEnv(ToolEnv):
-    """Pays 1 for a right final answer, 0 for anything else."""
+    """Tasks done with tools (functions, MCP servers): pays 1 for a right final answer, 0 for anything else."""
 
     spec: ToolUse
 
