@@ -275,9 +275,10 @@ def test_a_turn_ends_with_the_tokenizers_token_where_the_template_writes_another
     assert renderer.template.end_of_turn == "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
 
 
-def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat):
+@pytest.mark.parametrize("eos", ["<|end|>", None])
+def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat, eos):
     """As Phi-3's do: the line break that its template writes after a turn is no token."""
-    tokenizer = copy.deepcopy(chat("starter", "phi3", "<|end|>").tokenizer)
+    tokenizer = copy.deepcopy(chat("starter", "phi3", eos).tokenizer)
     for token in ("<|end|>", "<|user|>", "<|assistant|>"):
         tokenizer.add_tokens([AddedToken(token, rstrip=True, special=True)], special_tokens=True)
     renderer = ChatRenderer(tokenizer)
