@@ -13,6 +13,8 @@ from envgym.types import Task
 
 LARGEST_BLOCK = 1000
 """Proportions are kept exactly over a block of at most so many tasks; those that need more are rounded to it."""
+READ_AHEAD = 2**17
+"""Tasks of a merged set without end that may be drawn from: a far one has the order made up to where it is."""
 
 
 class Interleaved(TaskSet):
@@ -99,7 +101,8 @@ class InProportion(TaskSet):
 
     @property
     def reach(self) -> int:
-        return min((part.reach for part in self._parts if part.size is None), default=super().reach)
+        endless = [part.reach for part in self._parts if part.size is None]
+        return min(*endless, READ_AHEAD) if endless else super().reach
 
     async def get(self, index: int) -> Task:
         if index < 0 or (self.size is not None and index >= self.size):
