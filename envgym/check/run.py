@@ -178,6 +178,7 @@ class _Examination:
 def _frame(stack: str) -> str:
     """The innermost function of the user's in a stack written by `faulthandler`, as part of a sentence."""
     ours = (str(Path(__file__).parents[1]) + "/", sysconfig.get_paths()["stdlib"] + "/")
-    frames = re.findall(r'File "(.+)", line (\d+) in (\w+)', stack.partition("Current thread")[2] or stack)
+    stack = stack.rpartition("(most recent call first)")[2]  # the main thread's comes last
+    frames = re.findall(r'File "(.+)", line (\d+) in (\w+)', stack)
     theirs = [f for f in frames if not f[0].startswith(ours) and not f[0].startswith("<")] or frames
     return f" in {theirs[0][2]} ({theirs[0][0]}, line {theirs[0][1]})" if theirs else ""
