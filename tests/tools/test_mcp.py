@@ -139,11 +139,11 @@ def test_its_tools_are_called_like_any_other(server):
 def test_calls_run_at_the_same_time(server):
     async def play(box, session):
         start = time.monotonic()
-        messages = await box.call([ToolCall(str(i), "sleep", {"seconds": 0.3}) for i in range(3)])
+        messages = await box.call([ToolCall(str(i), "sleep", {"seconds": 2}) for i in range(3)])
         assert [message.text for message in messages] == ["slept"] * 3
         return time.monotonic() - start
 
-    assert with_session(server, play) < 0.7
+    assert with_session(server, play) < 5  # one after the other they would take 6 s
 
 
 def test_a_call_that_hangs_is_told_so_and_the_session_goes_on(server):

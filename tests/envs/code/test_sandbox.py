@@ -226,11 +226,25 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", script]) as owner:
         try:
             process = psutil.Process(owner.pid)
-            wait_until(lambda: sum(p.name().startswith("python") for p in process.children(True)) >= 5, 20)
+            wait_until(lambda: sum(named(p).startswith("python") for p in process.children(True)) >= 5, 20)
             family = process.children(recursive=True)
         finally:
             owner.kill()
-    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in family))
+    wait_until(lambda: not any(lives(process) for process in family))
+
+
+def named(process):
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_closing_ends_the_server():
