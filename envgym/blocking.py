@@ -7,6 +7,8 @@ import contextlib
 import inspect
 import queue
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,7 @@ class OwnThread:
         """Run `function` on the thread and return what it returns; a coroutine function gets a loop there."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
+        returns = _returns_to(loop)
 
         def job() -> None:
             error: BaseException | None = None
@@ -42,8 +45,7 @@ class OwnThread:
             except BaseException as raised:  # also SystemExit: user code must not end the thread
                 error = raised
             self._unfinished -= 1
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, future, result, error)
+            returns.put(future, result, error)
 
         self._unfinished += 1
         self._put(job)
@@ -74,6 +76,39 @@ class OwnThread:
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
+
+
+class Returns:
+    """What threads bring back to one event loop. A single wake-up delivers all that has come by then: waking the loop
+    is a system call in which a thread gives the interpreter away, and with a thousand threads that adds up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._items: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._woken = False
+
+    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """Settle `future` in its loop; from any thread."""
+        self._items.append((future, result, error))
+        loop = self._loop()
+        if not self._woken and loop is not None:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first, so that what comes while this runs wakes the loop again
+        while self._items:
+            _settle(*self._items.popleft())
+
+
+_returns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Returns] = weakref.WeakKeyDictionary()
+
+
+def _returns_to(loop: asyncio.AbstractEventLoop) -> Returns:
+    if loop not in _returns:
+        _returns[loop] = Returns(loop)
+    return _returns[loop]
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
