@@ -10,24 +10,31 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("learner.lr=3e-4", "rollout.max_tokens=16", "engine.max_model_len=512", "steps=60")
-"""What the starter's settings are, for a policy that was trained from it."""
+ALIKE = ("engine.max_model_len=512", "steps=60")
+"""What the starter brings along, for a policy that was trained from it."""
 
 CASES = {
     # Without more than one turn there is one guess in thirty.
-    "turns": ("examples/guess.py:Guess", "agent.max_turns=1", ()),
+    "turns": (
+        ("--env", "examples/guess.py:Guess", "--recipe", "sft_grpo"),
+        ("--env", "examples/guess.py:Guess", "agent.max_turns=1", "learner.lr=3e-4", "rollout.max_tokens=16"),
+    ),
     # The multi-turn agent offers no tools; the answer can then only be guessed, one in ninety.
-    "tools": ("tool_use", "agent=multi_turn", ("rollout.max_tokens=80", "rollout.tasks=32")),
+    "tools": (
+        ("--recipe", "examples/tools.yaml"),
+        ("--env", "tool_use", "agent=multi_turn", "learner.lr=1e-4", "rollout.max_tokens=64", "rollout.tasks=32"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_small_policy_learns_what_its_control_cannot(case, envgym, summary, store, tmp_path):
-    environment, without, words = CASES[case]
+    """Both are reinforced from the same policy, which demonstrations have left half able."""
+    words, without = CASES[case]
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    envgym("train", "--env", environment, "--recipe", "sft_grpo", "--name", "run", *words, timeout=1800)
+    envgym("train", *words, "--name", "run", timeout=1800)
     warm = str(tmp_path / "runs" / "run" / "1-sft" / "model")
-    envgym("train", "--env", environment, "--model", warm, "--name", "control", *SMALL, *words, without, timeout=1800)
+    envgym("train", *without, "--model", warm, "--name", "control", *ALIKE, timeout=1800)
     learned, control = summary("run"), summary("control")
     before, after = learned["eval"]["before"], learned["eval"]["after"]
     store(
