@@ -106,7 +106,7 @@ class Env(ABC):
     of this instance's own; never touch the global one. An observation is a list of chat messages, raw
     text, or an `Observation`. `info` may carry `score` (a number in [0, 1]) and `metrics` (names to numbers).
 
-    Methods that block are written as plain `def`: such an instance gets a thread of its own.
+    Methods that block are written as plain `def`: they run on a thread of the instance's own.
     """
 
     blocking: ClassVar[bool] = False
@@ -275,8 +275,10 @@ class CheckedEnv(Env):
         self._playing = False
         self._has_slot = False
         methods = (env.reset, env.step, env.close)
-        is_blocking = env.blocking or not all(asyncio.iscoroutinefunction(method) for method in methods)
-        self._thread = OwnThread(spec.id) if is_blocking else None
+        self._blocking = {
+            method.__name__ for method in methods if env.blocking or not asyncio.iscoroutinefunction(method)
+        }
+        self._thread = OwnThread(spec.id) if self._blocking else None
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -356,7 +358,7 @@ class CheckedEnv(Env):
         deadline = asyncio.timeout(self.spec.config.call_timeout)
         try:
             async with deadline:
-                if self._thread is not None:
+                if self._thread is not None and method.__name__ in self._blocking:
                     return await self._thread.call(method, *args, **kwargs)
                 return await method(*args, **kwargs)
         except TimeoutError:
