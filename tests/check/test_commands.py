@@ -258,6 +258,7 @@ def test_an_episode_at_a_terminal(tmp_path, guess):
 def test_ctrl_c_at_a_terminal_closes_the_environment(tmp_path, guess):
     terminal = Terminal(tmp_path, "envs", "try", guess)
     terminal.wait_for("> ")
+    time.sleep(0.5)  # quicker than any hand, it would come between the prompt and the reading
     terminal.type("\x03")
     terminal.wait_for("closed")
     terminal.wait_for("envgym: interrupted")
