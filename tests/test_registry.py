@@ -201,11 +201,11 @@ def test_a_package_makes_environments_of_files_for_another_program(write, monkey
     offered = registry._offered
     mine = {"none": "envgym.envs.openrlhf.files:environment_of", "mine": "adapter_of_files:adapt"}
     monkeypatch.setattr(registry, "_offered", lambda group: mine if group == "envgym.files" else offered(group))
-    foreign = write("raise RuntimeError('foreign')", "other.py")
+    foreign = write("raise RuntimeError('foreign')", "of_another_program.py")
     spec = registry.spec(str(foreign))
     assert type(spec).__name__ == "Adapted"
     assert registry.spec_from_json(spec.to_json()) == spec
-    assert not any("other" in name for name in sys.modules)
+    assert not any("of_another_program" in name for name in sys.modules)
     assert type(registry.spec(str(write(GUESS))).make().env).__name__ == "Guess"
     registry.register("lab/Other-v0", str(foreign))
     assert type(registry.spec("lab/Other")).__name__ == "Adapted"
