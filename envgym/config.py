@@ -135,6 +135,19 @@ class SyncConfig(Section):
     samples. By default 1e-3 for float32 weights and 0.5 for 16-bit ones, whose kernels differ by more."""
 
 
+class RoleConfig(Section):
+    """What one of the learner's models (`critic`, `reference`) has to itself."""
+
+    model: str | None = None
+    """Folder or hub id of its weights; by default the stage's model. A critic may start from a reward model."""
+    lr: float | None = Field(None, ge=0)
+    """Its peak learning rate; by default the learner's."""
+    save: bool = False
+    """Keep its weights in the run folder, under the role's name, when the stage ends. The policy's always are."""
+    workers: dict[str, Any] = {}
+    """Settings of its workers that differ from the stage's `workers`."""
+
+
 class StageConfig(Section):
     """One run of the one loop."""
 
@@ -157,6 +170,8 @@ class StageConfig(Section):
     curriculum: CurriculumConfig = CurriculumConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
+    roles: dict[str, RoleConfig] = {}
+    """Settings of single models, by role."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sync: SyncConfig = SyncConfig()
@@ -176,6 +191,11 @@ class StageConfig(Section):
 
         learner_class: type[Learner] = load_component("learner", self.learner.name)
         return learner_class, validated(learner_class.Config, self.learner.model_dump(), f"learner {self.learner.name}")
+
+    def workers_of(self, role: str) -> WorkersConfig:
+        """The settings of a role's workers."""
+        own = self.roles.get(role, RoleConfig()).workers
+        return validated(WorkersConfig, merge(self.workers.model_dump(), own), f"roles.{role}.workers")
 
     def agent_config(self) -> tuple[type[Agent], AgentConfig]:
         """The agent's class and its validated settings."""
@@ -332,6 +352,13 @@ def _complete_stage(stage: StageConfig) -> None:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
+    roles = learner_class(learner_config).roles
+    for role in stage.roles:
+        if role not in roles:
+            raise ConfigError(
+                f"learner {stage.learner.name} has no role {role!r} with these settings.{did_you_mean(role, roles)}"
+            )
+        stage.workers_of(role)
     smallest = learner_class.min_group_size
     if agent_class.samples and stage.rollout.group_size < smallest:
         raise ConfigError(

@@ -1,7 +1,8 @@
 """What a learner is: it declares the models it needs, turns groups of episodes into rows, and has a loss.
 
 `prepare` and `denominators` run in the controller on plain arrays; `loss` runs in the worker that holds the
-model. All three are pure, so a learner is tested without a trainer, and the trainer knows none by name.
+model. All three are pure (but for a coefficient that `observe` may move between two steps), so a learner is tested
+without a trainer, and the trainer knows none by name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,12 +30,18 @@ class RoleSpec:
     """A model the learner needs. `head` `lm` gives log-probabilities of the tokens, `scalar` one value a token.
 
     A role that is not `trained` only scores rows before `prepare`: its [T] numbers arrive as
-    `row.outputs[role]`. So do those of a trained role with `scored=True` (a critic's values).
+    `row.outputs[role]`. So do those of a trained role with `scored=True` (a critic's values). A role that is not
+    trained and has no model of its own in the settings is the policy as the stage found it.
+
+    `idle_steps`: loop steps at the start of the stage in which a trained role is not trained yet.
+    `entropy`: the loss differentiates the policy's entropy; else it is only there to be logged.
     """
 
     trained: bool = False
     scored: bool = True
     head: Literal["lm", "scalar"] = "lm"
+    idle_steps: int = 0
+    entropy: bool = False
 
 
 @dataclass(slots=True)
@@ -97,6 +104,21 @@ class RowBatch:
     old_logprobs: torch.Tensor
     arrays: dict[str, torch.Tensor]
     episodes: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a model says of a micro-batch, float32 [B, T] each. A head fills in its own; the others are None.
+
+    logprobs `lm`: log-probabilities of token t given those before it, in nats, at the temperature it was sampled at;
+             0 at t = 0 and wherever nothing counts or was sampled
+    entropy  `lm`: of the distribution that token t was drawn from, in nats, likewise
+    values   `scalar`: one value a token, from the tokens up to and with t
+    """
+
+    logprobs: torch.Tensor = None
+    entropy: torch.Tensor = None
+    values: torch.Tensor = None
 
 
 Metrics = dict[str, tuple[float, float]]
@@ -163,13 +185,23 @@ class Learner(ABC):
 
     @abstractmethod
     def loss(
-        self, role: str, outputs: torch.Tensor, batch: RowBatch, denominators: Mapping[str, float]
+        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
     ) -> tuple[torch.Tensor, Metrics]:
-        """The micro-batch's share of the step's loss (a scalar) and what to log.
+        """The micro-batch's share of the step's loss (a scalar) and what to log."""
 
-        `outputs` [B, T]: for an `lm` head log-probabilities of token t given those before it, at the
-        temperature it was sampled at (0 at t = 0); for a `scalar` head one value a token.
-        """
+    def metrics(self, rows: Sequence[LearnRow]) -> dict[str, float]:
+        """What to log of the rows that `prepare` made: numbers about the whole step, before it is learned from."""
+        return {}
+
+    def observe(self, record: Mapping[str, Any]) -> None:
+        """Told what a loop step logged, once it has been learned from: where a coefficient follows a measurement."""
+
+    def state(self) -> dict[str, Any]:
+        """What `observe` has changed, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`."""
 
     def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """Numbers about held-out recorded rows from the actor's log-probabilities of them ([T] each)."""

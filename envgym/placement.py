@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .agent import Agent
-from .config import RunConfig, StageConfig
+from .config import RoleConfig, RunConfig, StageConfig
 from .engines import choose_engine
 from .engines.base import Engine, SamplingParams
 from .engines.client import EngineClient
@@ -82,10 +82,10 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
         workers[role] = await WorkerGroup.start(
             place.runtime,
             role=role,
-            model=model,
+            model=stage.roles.get(role, RoleConfig()).model or model,
             learner=stage.learner.name,
             learner_config=learner_config.model_dump(),
-            settings=stage.workers,
+            settings=stage.workers_of(role),
             trained=role_spec.trained,
             head=role_spec.head,
             seed=config.seed,

@@ -107,6 +107,8 @@ async def _run_stage(
                 # The environment first: a bad data file is told before anything long begins.
                 place = await stack.enter_async_context(prepared(config, stage, folder))
                 model = model or await fetch_model(stage.model, config, display)
+                for own in stage.roles.values():
+                    own.model = own.model and await fetch_model(own.model, config, display)
                 parts = await start_parts(config, stage, place, model, display)
                 trainer = Trainer(config, stage, parts, folder, display)
                 trainer.began = began
@@ -118,7 +120,11 @@ async def _run_stage(
                 await trainer.run()
                 display.phase("saving the policy")
                 await parts.workers["actor"].save(str(folder.model))
-                parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
+                tokenizer = parts.runner.agent.renderer.tokenizer
+                tokenizer.save_pretrained(folder.model)
+                for role in (role for role, own in stage.roles.items() if own.save):
+                    await parts.workers[role].save(str(folder.path / role))
+                    tokenizer.save_pretrained(folder.path / role)
         status = "completed"
     except Stopped:
         status = "stopped"

@@ -180,6 +180,7 @@ class Trainer:
             rows = learner.prepare(groups)
             if not rows:
                 raise RunError(f"step {self.progress.step + 1}: the learner found nothing to learn from")
+            self.progress.record |= learner.metrics(rows)
             for row in rows:
                 row.current = row.versions == (self.progress.step,)
             for _ in range(learner.config.epochs):
@@ -187,14 +188,17 @@ class Trainer:
                     await self.optimizer_step(part)
                     for row in rows:
                         row.current = False  # the weights have moved on from those that sampled it
+        learner.observe(self.progress.record)
         self.progress.tokens["trained"] += sum(int((row.weights > 0).sum()) for row in rows) * learner.config.epochs
 
     async def optimizer_step(self, rows: Sequence[LearnRow]) -> None:
         """One step of every trained role. What the first one of an update logs is kept as the step's."""
         progress, learner = self.progress, self.parts.learner
-        lr = learning_rate(learner.config, progress.optimizer_steps, self.stage.steps)
         denominators = learner.denominators(rows)
-        for role in (role for role, spec in learner.roles.items() if spec.trained):
+        for role, spec in learner.roles.items():
+            if not spec.trained or progress.step < spec.idle_steps:
+                continue
+            lr = learning_rate(self.config_of(role), progress.optimizer_steps, self.stage.steps)
             worker = self.parts.workers[role]
             metrics = await worker.accumulate(rows, denominators)
             if role == "actor" and self.parts.sync is not None:
@@ -202,11 +206,15 @@ class Trainer:
                 progress.max_mismatch = max(progress.max_mismatch, metrics.get("mismatch/max", 0.0))
                 if self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k:  # else they differ by the cut
                     self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
-            metrics |= await worker.step(lr)
+            metrics |= await worker.step(lr) | {"lr": lr}
             prefix = "" if role == "actor" else f"{role}/"
             progress.record = {f"{prefix}{name}": value for name, value in metrics.items()} | progress.record
-        progress.record["lr"] = lr
         progress.optimizer_steps += 1
+
+    def config_of(self, role: str) -> LearnerConfig:
+        """The learner's settings as they hold for a role, which may have a learning rate of its own."""
+        config, own = self.parts.learner.config, self.stage.roles.get(role)
+        return config if own is None or own.lr is None else config.model_copy(update={"lr": own.lr})
 
     async def sync(self) -> None:
         """Give the engine the actor's weights as policy version `step`, and compare the two."""
@@ -254,7 +262,12 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """The controller's share of a checkpoint, as of now."""
         self.progress.seconds["total"] = time.monotonic() - self.began
-        return {"progress": asdict(self.progress), "cursor": self.cursor.state(), "buffer": self.buffer.state()}
+        return {
+            "progress": asdict(self.progress),
+            "cursor": self.cursor.state(),
+            "buffer": self.buffer.state(),
+            "learner": self.parts.learner.state(),
+        }
 
     async def checkpoint(self, state: dict[str, Any]) -> Path:
         """Keep the trained roles' weights and optimizers together with `state`."""
@@ -271,6 +284,7 @@ class Trainer:
         self.began -= self.progress.seconds["total"]
         self.cursor.load_state(state["cursor"])
         self.buffer.load_state(state["buffer"])
+        self.parts.learner.load_state(state["learner"])
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
             await self.parts.workers[role].load_state(str(checkpoint / role))
 

@@ -20,5 +20,5 @@ class Reinforce(Learner):
         return rows
 
     def loss(self, role, outputs, batch, denominators):
-        total = -(batch.weights * batch.arrays["advantages"] * outputs).sum()
+        total = -(batch.weights * batch.arrays["advantages"] * outputs.logprobs).sum()
         return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.weights.sum()))}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from envgym.learner import Learner, LearnerConfig, LearnRow, Metrics, RoleSpec, RowBatch
+from envgym.learner import Learner, LearnerConfig, LearnRow, Metrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Group
 
 from .kl import Estimator, kl_estimate
@@ -81,7 +81,7 @@ class PolicyGradient(Learner):
         return {row.objective: float(n_episodes * scale) for row in rows}
 
     def loss(
-        self, role: str, outputs: torch.Tensor, batch: RowBatch, denominators: Mapping[str, float]
+        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
     ) -> tuple[torch.Tensor, Metrics]:
         import torch
 
@@ -92,16 +92,16 @@ class PolicyGradient(Learner):
             # loss nor, through a derivative there, the gradient.
             return torch.where(counts, values, 0.0)
 
-        outputs, old = counted(outputs), counted(batch.old_logprobs)
+        logprobs, old = counted(outputs.logprobs), counted(batch.old_logprobs)
         advantages = counted(batch.arrays["advantages"])
-        losses, clipped = clipped_policy_loss(outputs, old, advantages, self.config.clip_low, self.config.clip_high)
+        losses, clipped = clipped_policy_loss(logprobs, old, advantages, self.config.clip_low, self.config.clip_high)
         n_tokens = float(counts.sum())
         metrics: Metrics = {
             "policy/clip_fraction": (float(clipped.sum()), n_tokens),
-            "policy/entropy": (float(-outputs.detach().sum()), n_tokens),
+            "policy/entropy": (float(counted(outputs.entropy).detach().sum()), n_tokens),
         }
         if self.config.kl_coef > 0:
-            kl = kl_estimate(outputs, counted(batch.arrays["reference"]), self.config.kl_estimator)
+            kl = kl_estimate(logprobs, counted(batch.arrays["reference"]), self.config.kl_estimator)
             losses = losses + self.config.kl_coef * kl
             metrics["policy/kl"] = (float(kl.detach().sum()), n_tokens)
         total = (batch.weights * losses).sum()

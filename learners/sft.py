@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, LearnRow, Metrics, RowBatch
+from envgym.learner import Learner, LearnRow, Metrics, Outputs, RowBatch
 from envgym.types import Group
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ class SFT(Learner):
         ]
 
     def loss(
-        self, role: str, outputs: torch.Tensor, batch: RowBatch, denominators: Mapping[str, float]
+        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
     ) -> tuple[torch.Tensor, Metrics]:
         import torch
 
         counts = batch.weights > 0
-        nll = torch.where(counts, -batch.weights * outputs, torch.zeros_like(outputs)).sum()
+        nll = torch.where(counts, -batch.weights * outputs.logprobs, 0.0).sum()
         return nll / denominators[batch.objective], {"loss": (float(nll.detach()), float(batch.weights.sum()))}
 
     def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:

@@ -20,7 +20,7 @@ import torch
 
 from envgym import weights
 from envgym.errors import RunError
-from envgym.learner import Learner, LearnRow, Metrics
+from envgym.learner import Learner, LearnRow, Metrics, Outputs
 
 from . import zero
 from .config import WorkersConfig
@@ -106,7 +106,13 @@ class ModelWorker:
         model = load_model(self.model_name, self.head, dtype)
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.network = TokenScorer(model, self.head, same_chunks=partitioned and self.world_size > 1)
+        role = self.learner.roles.get(self.role) if self.learner else None
+        self.network = TokenScorer(
+            model,
+            self.head,
+            same_chunks=partitioned and self.world_size > 1,
+            entropy=role is not None and role.entropy,
+        )
         if self.trained or partitioned:
             self.engine = zero.engine(self.network, config)
         else:
@@ -144,8 +150,10 @@ class ModelWorker:
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
         for batch in self._as_many_as_other_ranks(batches):
             ids = pad(batch, self.device).token_ids
-            outputs = self.engine(ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch, ids.shape[1]))
-            for row, line in zip(batch, outputs.cpu().numpy(), strict=True):
+            numbers, *_ = self.engine(
+                ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch, ids.shape[1])
+            )
+            for row, line in zip(batch, numbers.cpu().numpy(), strict=True):
                 scores[row.unit] = line[: len(row.token_ids)].copy()
         return scores
 
@@ -186,11 +194,15 @@ class ModelWorker:
             torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
         )
         outputs = self.engine(ids, (row_weights != 0) | old.isfinite(), self._temperatures(rows, length))
-        loss = 0.0 * outputs.sum()  # keeps every parameter in the graph: ranks must reduce the same ones
+        loss = 0.0 * outputs[0].sum()  # keeps every parameter in the graph: ranks must reduce the same ones
         metrics: Metrics = {}
         if is_silent(rows):
             return loss, metrics
-        for batch, part in zip(batches, outputs.split([len(batch.token_ids) for batch in batches]), strict=True):
+        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
+        sizes = [len(batch.token_ids) for batch in batches]
+        parts = zip(*(numbers.split(sizes) for numbers in outputs), strict=True)
+        for batch, numbers in zip(batches, parts, strict=True):
+            part = Outputs(**dict(zip(names, numbers, strict=True)))
             share, logged = self.learner.loss(self.role, part, batch, denominators)
             loss = loss + share
             add(metrics, logged)
@@ -198,7 +210,7 @@ class ModelWorker:
             raise RunError(f"the loss of {self.role} is not finite")
         if self.head == "lm":
             current = torch.tensor([row.current for row in rows], device=self.device)
-            add(metrics, mismatch(outputs.detach(), old, current))
+            add(metrics, mismatch(outputs[0].detach(), old, current))
         return loss, metrics
 
     def _temperatures(self, rows: Sequence[LearnRow], length: int) -> torch.Tensor:

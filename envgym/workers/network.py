@@ -1,6 +1,6 @@
-"""The network a worker holds: a Hugging Face model that answers with one number per token.
+"""The network a worker holds: a Hugging Face model that answers with a number or two per token.
 
-Log-probabilities are computed inside `forward`, in chunks of tokens, so that the logits of a whole
+Log-probabilities and entropies are computed inside `forward`, in chunks of tokens, so that the logits of a whole
 batch [tokens, vocabulary] never exist and DeepSpeed sees an ordinary call of an ordinary module.
 """
 
@@ -20,37 +20,46 @@ LOGITS_PER_CHUNK = 2**25
 
 
 class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Log-probabilities (`lm` head) or values (`scalar` head) of padded rows.
+    """Log-probabilities and entropies (`lm` head) or values (`scalar` head) of padded rows.
 
     `same_chunks`: ranks must call the head equally often (ZeRO-3 gathers its weight at each call).
+    `entropy`: entropies are part of the graph; else they are only said.
     """
 
-    def __init__(self, model: nn.Module, head: Literal["lm", "scalar"], *, same_chunks: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, head: Literal["lm", "scalar"], *, same_chunks: bool = False, entropy: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.head = head
         self.same_chunks = same_chunks
+        self.entropy = entropy
 
-    def forward(self, token_ids: torch.Tensor, wanted: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        """Return [B, T] float32.
+    def forward(
+        self, token_ids: torch.Tensor, wanted: torch.Tensor, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return float32 [B, T] each: log-probabilities and entropies, or values alone.
 
         token_ids [B, T], padded on the right: attention is causal, so no real token ever sees padding and no mask
-        is needed. `wanted` [B, T] bool: tokens whose log-probability is asked for; the others, and t = 0,
+        is needed. `wanted` [B, T] bool: tokens that are asked about; for the others, and t = 0, both numbers
         are 0. `temperatures` [B, T] divide the logits that predict each token. With a scalar head all values come
         and both are ignored.
         """
         if self.head == "scalar":
             values: torch.Tensor = self.model(input_ids=token_ids, use_cache=False).logits
-            return values.squeeze(-1).float()
+            return (values.squeeze(-1).float(),)
         hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         wanted = wanted.clone()
         wanted[:, 0] = False
         predictors = hidden[:, :-1][wanted[:, 1:]]  # the state at t - 1 predicts token t
-        logprobs = self._in_chunks(predictors, token_ids[wanted], temperatures[wanted])
-        return torch.zeros(token_ids.shape, device=hidden.device).masked_scatter(wanted, logprobs)
+        numbers = self._in_chunks(predictors, token_ids[wanted], temperatures[wanted])
+        zeros = torch.zeros(token_ids.shape, device=hidden.device)
+        return tuple(zeros.masked_scatter(wanted, number) for number in numbers)
 
-    def _in_chunks(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        """[N, hidden size], [N], [N] -> [N]; a chunk's logits are computed again in the backward pass."""
+    def _in_chunks(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, hidden size], [N], [N] -> [N] twice; a chunk's logits are computed again in the backward pass."""
         vocabulary = self.model.config.get_text_config().vocab_size
         n_chunks = -(-len(targets) * vocabulary // LOGITS_PER_CHUNK) or 1
         if self.same_chunks:
@@ -61,14 +70,22 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
             return self._logprobs(hidden, targets, temperatures)
         size = -(-len(targets) // n_chunks)
         pieces = [slice(index * size, (index + 1) * size) for index in range(n_chunks)]
-        return torch.cat(
-            [checkpoint(self._logprobs, hidden[p], targets[p], temperatures[p], use_reentrant=False) for p in pieces]
-        )
+        chunks = [
+            checkpoint(self._logprobs, hidden[p], targets[p], temperatures[p], use_reentrant=False) for p in pieces
+        ]
+        logprobs, entropies = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return logprobs, entropies
 
-    def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    def _logprobs(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = _rescaled(self.model.get_output_embeddings()(hidden), self.model.config)
         logits = logits.float() / temperatures[:, None]
-        return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+        total = logits.logsumexp(1)
+        logprobs = logits.gather(1, targets[:, None]).squeeze(1) - total
+        with torch.set_grad_enabled(self.entropy and torch.is_grad_enabled()):
+            entropies = total - (logits.softmax(1) * logits).sum(1)
+        return logprobs, entropies
 
 
 def _rescaled(logits: torch.Tensor, config: Any) -> torch.Tensor:

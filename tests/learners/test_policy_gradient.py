@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.learner import LearnRow
+from envgym.learner import LearnRow, Outputs
 from envgym.learners.grpo import GRPO, GRPOConfig
 from envgym.learners.policy_gradient import clipped_policy_loss
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
@@ -54,7 +54,7 @@ def loss_and_gradients(learner, rows, outputs, cut=None, length=None):
         for line, output in zip(leaf, outputs[start : start + cut], strict=True):
             line[: len(output)] = torch.from_numpy(output)
         leaf.requires_grad_()
-        loss, _ = learner.loss("actor", leaf, batch, denominators)
+        loss, _ = learner.loss("actor", Outputs(leaf, -leaf), batch, denominators)
         loss.backward()
         total += loss.item()
         gradients += [line[: len(row.token_ids)].numpy() for line, row in zip(leaf.grad, part, strict=True)]
@@ -147,7 +147,7 @@ def test_nothing_at_a_masked_place_reaches_loss_or_gradient(bad, kl):
     batch.old_logprobs[masked] = bad
     for array in batch.arrays.values():
         array[masked] = bad
-    loss, metrics = grpo.loss("actor", leaf, batch, denominators)
+    loss, metrics = grpo.loss("actor", Outputs(leaf, -leaf), batch, denominators)
     loss.backward()
     assert loss.item() == pytest.approx(expected[0], rel=1e-6)
     assert (leaf.grad[masked] == 0).all()
@@ -230,7 +230,9 @@ def test_metrics_by_hand():
         arrays={"advantages": np.ones(3, np.float32)},
     )
     outputs = torch.tensor([[0.0, -1.0, -2.0 + np.log(1.5)]])
-    _, metrics = learner(aggregation="token").loss("actor", outputs, pad([row], CPU), {Objective.POLICY_GRADIENT: 2.0})
+    _, metrics = learner(aggregation="token").loss(
+        "actor", Outputs(outputs, -outputs), pad([row], CPU), {Objective.POLICY_GRADIENT: 2.0}
+    )
     assert metrics["policy/clip_fraction"] == (1.0, 2.0)
     assert metrics["policy/entropy"] == (pytest.approx(3 - np.log(1.5)), 2.0)
     assert metrics["loss"] == (pytest.approx(-1 - 1.2), 2.0)

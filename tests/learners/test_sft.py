@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import LearnerConfig
+from envgym.learner import LearnerConfig, Outputs
 from envgym.learners.sft import SFT
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
 from envgym.workers.layout import pad
@@ -32,7 +32,7 @@ def test_loss_is_the_token_mean_over_the_step(sft):
     denominators = sft.denominators(rows)
     assert denominators == {Objective.CROSS_ENTROPY: 5.0}
     outputs = torch.tensor([[0, 0, *[np.log(0.5)] * 4], [0, 0, np.log(0.25), 0, 0, 0]]).float()
-    loss, metrics = sft.loss("actor", outputs, pad(rows, CPU), denominators)
+    loss, metrics = sft.loss("actor", Outputs(outputs), pad(rows, CPU), denominators)
     assert loss.item() == pytest.approx(6 * np.log(2) / 5, rel=1e-6)
     assert metrics["loss"] == (pytest.approx(6 * np.log(2), rel=1e-6), 5.0)
 
@@ -46,7 +46,7 @@ def test_gradient_is_the_same_in_any_micro_batches(sft):
         for start in range(0, len(rows), cut):
             batch = pad(rows[start : start + cut], CPU, length)
             outputs = torch.full(batch.token_ids.shape, -1.0, requires_grad=True)
-            sft.loss("actor", outputs, batch, denominators)[0].backward()
+            sft.loss("actor", Outputs(outputs), batch, denominators)[0].backward()
             found += [line[:6].tolist() for line in outputs.grad]
         return found
 
@@ -58,7 +58,7 @@ def test_nothing_at_a_masked_place_reaches_loss_or_gradient(sft, bad):
     rows = sft.prepare(groups(2, 1))
     batch = pad(rows, CPU, 6)
     outputs = torch.where(batch.weights > 0, -1.0, bad).requires_grad_()
-    loss, _ = sft.loss("actor", outputs, batch, sft.denominators(rows))
+    loss, _ = sft.loss("actor", Outputs(outputs), batch, sft.denominators(rows))
     loss.backward()
     assert loss.item() == pytest.approx(1.0)
     assert torch.equal(outputs.grad, torch.where(batch.weights > 0, -1 / 3, 0.0))
@@ -80,7 +80,7 @@ def test_weights_of_tokens_count(sft):
     group.episodes[0].rows[0].segments[1].weights = [0.5, 1.0]
     rows = sft.prepare([group])
     outputs = torch.tensor([[0.0, 0.0, -4.0, -1.0]])
-    loss, _ = sft.loss("actor", outputs, pad(rows, CPU), sft.denominators(rows))
+    loss, _ = sft.loss("actor", Outputs(outputs), pad(rows, CPU), sft.denominators(rows))
     assert loss.item() == pytest.approx((0.5 * 4 + 1) / 1.5)
 
 

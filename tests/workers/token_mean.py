@@ -8,6 +8,6 @@ class TokenMean(Learner):
         return []
 
     def loss(self, role, outputs, batch, denominators):
-        per_token = outputs.square() if role == "critic" else -outputs
+        per_token = outputs.values.square() if role == "critic" else -outputs.logprobs
         total = (per_token * batch.weights).sum()
         return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.weights.sum()))}
