@@ -55,6 +55,7 @@ class LearnRow:
     temperatures [T] float32, what each action token was sampled at; None: all at 1
     unit         rows of one unit (a pair, a group) stay in one micro-batch
     episode      index of the episode within the batch, for aggregation by episode
+    group        index of its group within the batch, for what is told of groups
     versions     the policy versions that sampled its actions
     current      whether all of them come from the weights about to be trained
     """
@@ -67,6 +68,7 @@ class LearnRow:
     temperatures: FloatArray | None = None
     unit: int = 0
     episode: int = 0
+    group: int = 0
     versions: tuple[int, ...] = ()
     current: bool = True
 
@@ -123,7 +125,7 @@ class Outputs:
 
 Metrics = dict[str, tuple[float, float]]
 """name -> (numerator, denominator); summed over micro-batches and ranks, then divided. Names that end in
-`/max` hold (value, 1) and the largest is kept."""
+`/max` or `/min` hold (value, 1), and the largest or the smallest is kept."""
 
 
 class LearnerConfig(BaseModel):

@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 
 def add(total: Metrics, more: Metrics) -> None:
-    """Add `more` to `total` in place: sums, and the larger of two for names that end in `/max`."""
+    """Add `more` to `total` in place: sums, and the larger of two for names that end in `/max`, the
+    smaller for `/min`."""
     for name, (numerator, denominator) in more.items():
         if name not in total:
             total[name] = (numerator, denominator)
         elif name.endswith("/max"):
             total[name] = (max(total[name][0], numerator), 1.0)
+        elif name.endswith("/min"):
+            total[name] = (min(total[name][0], numerator), 1.0)
         else:
             total[name] = (total[name][0] + numerator, total[name][1] + denominator)
 
