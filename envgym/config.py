@@ -358,7 +358,8 @@ def _complete_stage(stage: StageConfig) -> None:
             raise ConfigError(
                 f"learner {stage.learner.name} has no role {role!r} with these settings.{did_you_mean(role, roles)}"
             )
-        stage.workers_of(role)
+    for role, role_spec in roles.items():
+        stage.workers_of(role).check(role, learner_config if role_spec.trained else None)
     smallest = learner_class.min_group_size
     if agent_class.samples and stage.rollout.group_size < smallest:
         raise ConfigError(

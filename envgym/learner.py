@@ -7,12 +7,13 @@ without a trainer, and the trainer knows none by name.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .types import Group, Objective, Row
 
@@ -136,23 +137,58 @@ class LearnerConfig(BaseModel):
     name: str
     """Id, file path (`file.py:Name`) or import path of the learner."""
     lr: float = Field(1e-6, ge=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after warm-up: stay, or fall to `lr_min_ratio` of the peak by the end of the run."""
     lr_min_ratio: float = Field(0.1, ge=0, le=1)
     """The share of the peak learning rate that a falling schedule ends at."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    """The same as a share of the run's optimizer steps, rounded up. Give one of the two."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` (K. Jordan, 2024) takes steps of orthogonalised momentum for the matrices inside the layers; embeddings,
+    heads and vectors stay with AdamW. It does not clip: orthogonalising leaves nothing of a gradient's length."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
+    muon_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the matrices that Muon steers, on the same schedule; by default `lr`. The step is about
+    this long in every direction of a matrix, so that it is larger than AdamW's: 1e-3, say."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's momentum (Nesterov's)."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps one rollout is cut into (by units, in order)."""
     epochs: int = Field(1, ge=1)
     """Times one rollout is trained on."""
+    freeze: list[str] = []
+    """Regular expressions: parameters in whose name one is found keep their values (`embed_tokens`, `layers\\.0\\.`)."""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
+    optimizer step, and leave it in the run folder as `model_ema/`. 0: none."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _regular_expressions(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+    @model_validator(mode="after")
+    def _optimizer_settings_agree(self) -> Self:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("warmup_steps and warmup_ratio say the same thing: give one of them")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise ValueError("muon_lr is for optimizer=muon")
+        if self.muon_lr is not None and self.lr == 0:
+            raise ValueError("muon_lr follows the schedule of lr, which is 0")
+        return self
 
 
 class Learner(ABC):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from envgym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envgym.learner import LearnerConfig
 
 
 class WorkersConfig(BaseModel):
@@ -16,12 +21,43 @@ class WorkersConfig(BaseModel):
     """Processes (one per GPU, where there are any) that share the work of one model."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO: what is split over the ranks instead of copied. 1: optimizer state; 2: and gradients;
-    3: and parameters. Higher saves memory and costs communication. In bfloat16, 0 runs as 1."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU."""
+    3: and parameters. Higher saves memory and costs communication. With 16-bit weights, 0 runs as 1."""
+    offload_optimizer: bool = False
+    """Optimizer state and float32 master weights in the CPU's memory, where the optimizer then also computes.
+    Needs `zero_stage` 1 to 3. (To a disk: see `deepspeed`.)"""
+    offload_parameters: bool = False
+    """Parameters in the CPU's memory, brought in layer by layer. Needs `zero_stage` 3, which a model that only
+    scores takes by itself: `roles.reference.workers.offload_parameters=true`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
+    float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
     tokens_per_microbatch: int = Field(4096, ge=1)
     """Padded tokens that go through the model at once. Smaller saves memory; the gradient is the same."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more computing."""
+    compile: bool = False
+    """DeepCompile: the trained model is compiled together with its communication. Needs a GPU and `zero_stage` 1 to
+    3."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Raw DeepSpeed JSON, merged over what envgym writes (`{"zero_optimization": {"offload_optimizer": …}}`)."""
+
+    def partitions(self, *, trained: bool) -> bool:
+        """Whether the parameters of a model are split over the ranks (ZeRO 3)."""
+        return self.zero_stage == 3 or (self.offload_parameters and not trained)
+
+    def check(self, role: str, learner: LearnerConfig | None) -> None:
+        """Raise `ConfigError` where settings contradict each other for a role's model. No learner: it only scores."""
+        if learner is None:
+            return
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ConfigError(
+                f"workers.offload_parameters of the {role}, which is trained, needs workers.zero_stage=3, "
+                f"not {self.zero_stage}"
+            )
+        for name in ("offload_optimizer", "compile"):
+            if getattr(self, name) and not self.zero_stage:
+                raise ConfigError(f"workers.{name} needs workers.zero_stage 1, 2 or 3, not 0")
+        if "optimizer" in self.deepspeed and learner.optimizer != "adamw":
+            raise ConfigError(
+                f"learner.optimizer={learner.optimizer} and an optimizer in workers.deepspeed: give one of them"
+            )

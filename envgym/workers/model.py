@@ -98,9 +98,11 @@ class ModelWorker:
         Raises `EnvgymError` where the model does not load.
         """
         self._seed_generators()  # a head that the checkpoint lacks is drawn alike on every rank
-        partitioned = self.settings.zero_stage == 3
+        learner_config = self.learner.config if self.learner else None
+        self.settings.check(self.role, learner_config)
+        partitioned = self.settings.partitions(trained=self.trained)
         dtype = _dtype(self.settings.dtype, self.device)
-        config = zero.config(self.settings, self.learner.config if self.learner else None, dtype)
+        config = zero.config(self.settings, learner_config, dtype, self.device)
         if self.trained or partitioned:
             zero.join(address, self.rank, self.world_size, self.device)
         model = load_model(self.model_name, self.head, dtype)

@@ -25,34 +25,56 @@ MEETING_SECONDS = 300
 """How long ranks wait for each other at the start."""
 
 
-def config(settings: WorkersConfig, learner: LearnerConfig | None, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's JSON for these settings, with the user's own merged over it. No learner: no optimizer."""
+def config(
+    settings: WorkersConfig, learner: LearnerConfig | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """DeepSpeed's JSON for these settings, with the user's own merged over it. No learner: the model only scores."""
+    trained = learner is not None
+    in_16_bits = dtype != torch.float32
+    stage = 3 if settings.partitions(trained=trained) else settings.zero_stage
+    # Pinned memory is what a GPU copies from at full speed; without one it would only be locked in.
+    on_cpu = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    zero: dict[str, Any] = {"stage": stage}
+    if settings.offload_parameters:
+        zero["offload_param"] = on_cpu
     ours: dict[str, Any] = {
         # The controller decides how many micro-batches a step has, so these two only have to agree.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": zero,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},  # with dynamic loss scaling, unless `loss_scale` says otherwise
     }
-    if dtype == torch.bfloat16 and learner is not None:
+    if learner is None:
+        return _merged(ours, settings.deepspeed)
+    if in_16_bits:
         # Micro-batches must add up in float32: in bfloat16 the gradient of 256 of them was measured 2% off. DeepSpeed
         # does so from stage 1 on; its stage 0 also counts a step of Adam that was never taken.
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
-        ours["zero_optimization"]["stage"] = max(1, settings.zero_stage)
-    if learner is not None:
-        ours["gradient_clipping"] = learner.max_grad_norm
+        zero["stage"] = max(1, stage)
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = on_cpu
+    if settings.compile:
+        ours["compile"] = {"deepcompile": True}
+    ours["gradient_clipping"] = learner.max_grad_norm
+    if learner.optimizer == "muon":  # made by `muon.optimizer`, since DeepSpeed would take a scalar head for a matrix
+        ours["gradient_clipping"] = 0.0  # it would clip what is orthogonalised already, at a length of its own
+        ours["zero_force_ds_cpu_optimizer"] = False
+        if stage == 3:
+            zero["reduce_scatter"] = False  # DeepSpeed wants it so
+    elif "optimizer" not in settings.deepspeed:  # another optimizer's parameters do not mix with AdamW's
         ours["optimizer"] = {
             "type": "AdamW",
             "params": {
                 "lr": learner.lr,
                 "betas": list(learner.betas),
                 "weight_decay": learner.weight_decay,
-                "torch_adam": True,  # DeepSpeed's own Adam needs a compiled kernel
+                # DeepSpeed's own Adam is a kernel that has to be compiled: worth it for what a GPU's machine computes
+                # on its CPU, several times faster than torch's.
+                "torch_adam": not (settings.offload_optimizer and device.type == "cuda"),
             },
         }
-    if "optimizer" in settings.deepspeed:
-        ours.pop("optimizer", None)  # another optimizer's parameters do not mix with AdamW's
     return _merged(ours, settings.deepspeed)
 
 
