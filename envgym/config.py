@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
@@ -55,6 +55,30 @@ def _name_alone(value: Any) -> Any:
 ComponentField = Annotated[Component, BeforeValidator(_name_alone)]
 
 
+class FilterConfig(Section):
+    """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
+    replay plays is never dropped."""
+
+    zero_variance: bool = False
+    """Drop groups whose episodes all have one score."""
+    min_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups whose mean score is not above this."""
+    max_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups whose mean score is not below this."""
+    max_rounds: int = Field(10, ge=1)
+    """Times a step plays tasks to get its groups. Then it learns from those it has, which is said."""
+
+    @property
+    def on(self) -> bool:
+        return self.zero_variance or self.min_score is not None or self.max_score is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            raise ValueError(f"no score is above min_score={self.min_score:g} and below max_score={self.max_score:g}")
+        return self
+
+
 class RolloutConfig(Section):
     """How episodes are played."""
 
@@ -80,6 +104,7 @@ class RolloutConfig(Section):
     """Times a group plays another episode in place of one that failed for good. Then it is learned from without."""
     max_failed_share: float = Field(0.5, gt=0, le=1)
     """A step in which more than this share of episodes failed stops the run."""
+    filter: FilterConfig = FilterConfig()
 
 
 class EngineConfig(Section):
@@ -368,6 +393,8 @@ def _complete_stage(stage: StageConfig) -> None:
         )
     if agent_class.samples and stage.curriculum.skip and stage.rollout.group_size < 2:
         raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
+    if agent_class.samples and stage.rollout.filter.zero_variance and stage.rollout.group_size < 2:
+        raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
     stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
     stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
     stage.learner = Component(**learner_config.model_dump(mode="json"))

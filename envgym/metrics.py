@@ -1,9 +1,13 @@
-"""What a step's episodes say about the run: the numbers of `metrics.jsonl` that need no model."""
+"""What a step's episodes say about the run: the numbers of `metrics.jsonl` that need no model.
+
+`docs/metrics.md` has a line for every name that is logged, here and elsewhere.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -18,10 +22,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """
     record = _outcomes(groups)
     finished = [episode for group in groups for episode in group.episodes if not episode.failed]
-    lengths = [sum(row.n_action_tokens for row in episode.rows) for episode in finished]
-    if lengths and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
-        record |= {"tokens/sampled": sum(lengths), "length/mean": fmean(lengths), "length/max": max(lengths)}
-        record["length/truncated_share"] = fmean(e.outcome.status is Status.TRUNCATED for e in finished)
+    if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
+        record |= _lengths(finished)
     for name in sorted({group.task.env for group in groups} - {""}):
         of_member = _outcomes([group for group in groups if group.task.env == name])
         record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
@@ -37,18 +39,54 @@ def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
     record: dict[str, Any] = {"episodes": len(episodes)}
     if rewards:
         record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-        record["reward/zero_variance_share"] = fmean(_is_flat(group) for group in groups)
+        record |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+    if flat := [spread == 1 for group in groups if (spread := _distinct_rewards(group)) is not None]:
+        record["reward/zero_variance_share"] = fmean(flat)
     if scores:
         record["score/mean"] = fmean(scores)
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count
+    if failed:
+        record["failures/share"] = sum(episode.failed for episode in episodes) / len(episodes)
     return record
 
 
-def _is_flat(group: Group) -> bool:
-    return len({episode.reward for episode in group.episodes if not episode.failed}) < 2
+def _distinct_rewards(group: Group) -> int | None:
+    """How many different rewards a group's episodes have; None where there are not two to compare."""
+    rewards = [episode.reward for episode in group.episodes if episode.reward is not None and not episode.failed]
+    return len(set(rewards)) if len(rewards) > 1 else None
+
+
+def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
+    """Sampled tokens and turns of the episodes, and how many ran into which limit."""
+    lengths = sorted(sum(row.n_action_tokens for row in episode.rows) for episode in finished)
+    truncated = [episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED]
+    return {
+        "tokens/sampled": sum(lengths),
+        "length/mean": fmean(lengths),
+        "length/p50": percentile(lengths, 0.5),
+        "length/p90": percentile(lengths, 0.9),
+        "length/max": lengths[-1],
+        "length/turns": fmean(sum(len(row.turns) for row in episode.rows) for episode in finished),
+        "length/truncated_share": len(truncated) / len(finished),
+        **{f"truncated/{why}": count / len(finished) for why, count in sorted(Counter(truncated).items())},
+    }
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the `ordered` values that at least `share` of them do not exceed (nearest rank)."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Rates of a step that took `seconds`, from its own `record` of what was sampled and learned, and when."""
+    rates = {"seconds/step": seconds, "tokens/per_second": record.get("tokens/sampled", 0) / seconds}
+    for phase, tokens in (("rollout", "tokens/sampled"), ("learn", "tokens/processed")):
+        if record.get(tokens) and record.get(f"seconds/{phase}"):
+            rates[f"tokens/per_second_{phase}"] = record[tokens] / record[f"seconds/{phase}"]
+    return rates
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:

@@ -9,11 +9,9 @@ recomputing them, and comparing them with the trainer's own shows whether the la
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +21,11 @@ from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
 from .errors import RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
+from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
-from .metrics import check_failures, rollout_metrics
+from .metrics import check_failures, rollout_metrics, speed_metrics
+from .optimizer_steps import cut, learning_rate, over_steps
+from .progress import Progress
 from .rollout import Play, Runner
 from .rollout_file import write_rollouts
 from .run_folder import RunFolder
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from .display import Display
 
 T = TypeVar("T")
-
-MAX_REFILLS = 3
-"""Times a step rolls out more tasks because too many groups fell short of members."""
 
 
 class Stopped(Exception):
@@ -59,21 +57,6 @@ class Parts:
     sync: WeightSync | None = None
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a stage has come: what its summary tells and, beside weights, cursor and buffer, what a resumed run
-    must know. `record` is the step's line of metrics, `recorded` whether it is written."""
-
-    step: int = 0
-    optimizer_steps: int = 0
-    record: dict[str, Any] = field(default_factory=lambda: {"step": 0})
-    recorded: bool = False
-    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
-    max_mismatch: float = 0.0
-
-
 class Trainer:
     """Runs one stage. When `run` returns its steps are done; Ctrl-C is `stop.set()`."""
 
@@ -89,7 +72,11 @@ class Trainer:
         self.group_size = stage.rollout.group_size if samples else 1
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(parts.runner.spec.tasks("train"), run.seed, curriculum)
-        self.buffer = Buffer(parts.learner.min_group_size if samples else 1, needs_reward=samples)
+        self.buffer = Buffer(
+            parts.learner.min_group_size if samples else 1,
+            needs_reward=samples,
+            filter=stage.rollout.filter if samples else None,
+        )
         self.held_out = HeldOut(self.play, parts.runner.spec, parts.sampling, stage.eval)
 
     async def run(self) -> None:
@@ -121,11 +108,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.recorded = False
         await self.sync()
-        seconds = time.monotonic() - started
-        self.progress.record |= {
-            "seconds/step": seconds,
-            "tokens/per_second": self.progress.record.get("tokens/sampled", 0) / seconds,
-        }
+        self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - started)
 
     async def finish_step(self) -> None:
         """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""
@@ -142,32 +125,31 @@ class Trainer:
 
     async def roll_out(self) -> list[Group]:
         """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""
-        step, wanted = self.progress.step + 1, self.stage.rollout.tasks
-        played: list[Group] = []
-        with self.timed("rollout"):
-            for refill in range(MAX_REFILLS + 1):
-                missing = wanted - len(self.buffer)
-                if missing <= 0:
-                    break
-                play = Play(f"step-{step:06d}-{refill}", self.parts.sampling, self.group_size)
-                played += (groups := await self.play(await self.cursor.next(missing), play))
-                self.cursor.observe(groups)
-                self.buffer.add(groups)
-            groups = self.buffer.take(wanted)
+        step, config = self.progress.step + 1, self.stage.rollout
+
+        async def play(tasks: Sequence[Task], round: int) -> list[Group]:
+            return await self.play(tasks, Play(f"step-{step:06d}-{round}", self.parts.sampling, self.group_size))
+
+        with self.progress.timed("rollout"):
+            filling = await fill(self.buffer, self.cursor, config, play)
+            groups = self.buffer.take(config.tasks)
             if self.parts.engine is not None:  # a replay only copies its data
-                episodes = [episode for group in played for episode in group.episodes]
+                episodes = [episode for group in filling.played for episode in group.episodes]
                 await asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), episodes)
-            check_failures(played, self.stage.rollout.max_failed_share)
+            check_failures(filling.played, config.max_failed_share)
         if not groups:
-            raise RolloutFailed(f"step {step}: no group of episodes is complete enough to learn from (see rollouts/)")
-        self.progress.record |= rollout_metrics(played) | self.cursor.metrics()
+            raise RolloutFailed(f"step {step}: {nothing_kept(filling, config)}")
+        self.progress.record |= rollout_metrics(filling.played) | self.cursor.metrics()
+        if config.filter.on and self.parts.runner.agent.samples:
+            self.progress.record |= filling.metrics() | {"filter/filled_share": len(groups) / config.tasks}
+            self.progress.record["filter/carried_over"] = len(self.buffer)
         self.progress.tokens["sampled"] += self.progress.record.get("tokens/sampled", 0)
         return groups
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Let every role that scores (reference, critic) say its numbers about the rows the learner will see."""
         rows = [row for group in groups for episode in group.episodes for row in episode.rows]
-        with self.timed("learn"):
+        with self.progress.timed("score"):
             for role in (role for role, spec in self.parts.learner.roles.items() if spec.scored):
                 outputs = await self.parts.workers[role].forward([LearnRow.of(row) for row in rows])
                 for row, output in zip(rows, outputs, strict=True):
@@ -175,25 +157,34 @@ class Trainer:
 
     async def learn(self, groups: Sequence[Group]) -> None:
         """Prepare rows and take the optimizer steps they make up, each with denominators over all of it."""
-        learner = self.parts.learner
-        with self.timed("learn"):
+        progress, learner = self.progress, self.parts.learner
+        with progress.timed("prepare"):
             rows = learner.prepare(groups)
             if not rows:
-                raise RunError(f"step {self.progress.step + 1}: the learner found nothing to learn from")
-            self.progress.record |= learner.metrics(rows)
+                raise RunError(f"step {progress.step + 1}: the learner found nothing to learn from")
+            progress.record |= learner.metrics(rows)
+        logged = []
+        with progress.timed("learn"):
             for row in rows:
-                row.current = row.versions == (self.progress.step,)
+                row.current = row.versions == (progress.step,)
             for _ in range(learner.config.epochs):
                 for part in cut(rows, learner.config.minibatches):
-                    await self.optimizer_step(part)
+                    logged.append(await self.optimizer_step(part))
                     for row in rows:
                         row.current = False  # the weights have moved on from those that sampled it
-        learner.observe(self.progress.record)
-        self.progress.tokens["trained"] += sum(int((row.weights > 0).sum()) for row in rows) * learner.config.epochs
+        progress.record |= over_steps(logged)
+        progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
+        learner.observe(progress.record)
+        trained = sum(int((row.weights > 0).sum()) for row in rows) * learner.config.epochs
+        processed = sum(len(row.token_ids) for row in rows) * learner.config.epochs
+        progress.record |= {"tokens/trained": trained, "tokens/processed": processed}
+        progress.tokens["trained"] += trained
 
-    async def optimizer_step(self, rows: Sequence[LearnRow]) -> None:
-        """One step of every trained role. What the first one of an update logs is kept as the step's."""
+    async def optimizer_step(self, rows: Sequence[LearnRow]) -> dict[str, float]:
+        """One step of every trained role. Returns what they log: the policy's numbers under their own names, another
+        role's behind its name."""
         progress, learner = self.progress, self.parts.learner
+        logged: dict[str, float] = {}
         denominators = learner.denominators(rows)
         for role, spec in learner.roles.items():
             if not spec.trained or progress.step < spec.idle_steps:
@@ -201,15 +192,15 @@ class Trainer:
             lr = learning_rate(self.config_of(role), progress.optimizer_steps, self.stage.steps)
             worker = self.parts.workers[role]
             metrics = await worker.accumulate(rows, denominators)
-            if role == "actor" and self.parts.sync is not None:
+            whole = self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k  # else they differ by the cut
+            if role == "actor" and self.parts.sync is not None and whole:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
-                progress.max_mismatch = max(progress.max_mismatch, metrics.get("mismatch/max", 0.0))
-                if self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k:  # else they differ by the cut
-                    self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
+                self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
             metrics |= await worker.step(lr) | {"lr": lr}
             prefix = "" if role == "actor" else f"{role}/"
-            progress.record = {f"{prefix}{name}": value for name, value in metrics.items()} | progress.record
+            logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
         progress.optimizer_steps += 1
+        return logged
 
     def config_of(self, role: str) -> LearnerConfig:
         """The learner's settings as they hold for a role, which may have a learning rate of its own."""
@@ -219,13 +210,13 @@ class Trainer:
     async def sync(self) -> None:
         """Give the engine the actor's weights as policy version `step`, and compare the two."""
         if self.parts.sync is not None:
-            with self.timed("sync"):
+            with self.progress.timed("sync"):
                 self.progress.record["sync/max_abs"] = await self.parts.sync(self.progress.step)
 
     async def evaluate(self) -> None:
         """Play the held-out tasks. The first result stays as `before`, the latest as `after`."""
         step, when = self.progress.step, "before" if self.progress.step == 0 else "after"
-        with self.timed("eval"):
+        with self.progress.timed("eval"):
             if self.parts.runner.agent.samples:
                 results = {when: await self.held_out.sampled()}
                 self.progress.record["eval/score"] = results[when]["score"]
@@ -287,34 +278,3 @@ class Trainer:
         self.parts.learner.load_state(state["learner"])
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
             await self.parts.workers[role].load_state(str(checkpoint / role))
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - start
-            key = f"seconds/{phase}"
-            self.progress.record[key] = self.progress.record.get(key, 0.0) + seconds
-            self.progress.seconds[phase] = self.progress.seconds.get(phase, 0.0) + seconds
-
-
-def cut(rows: Sequence[LearnRow], parts: int) -> list[list[LearnRow]]:
-    """Rows in `parts` consecutive pieces of about as many units each; a unit is never cut."""
-    units = list(dict.fromkeys(row.unit for row in rows))
-    parts = min(parts, len(units))
-    piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
-    return [[row for row in rows if piece[row.unit] == index] for index in range(parts)]
-
-
-def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:
-    """The learning rate of the `optimizer_step`-th step (from 0) of a run of `loop_steps`."""
-    if optimizer_step < config.warmup_steps:
-        return config.lr * (optimizer_step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    total = loop_steps * config.epochs * config.minibatches
-    done = min(1.0, (optimizer_step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * left)

@@ -2,7 +2,11 @@
 
 import pickle
 
+import pytest
+
 from envgym.buffer import Buffer
+from envgym.config import FilterConfig
+from envgym.errors import RunError
 from envgym.types import Episode, Group, Outcome, Task
 
 
@@ -70,3 +74,66 @@ def test_state_goes_through_a_file_and_is_a_picture_of_its_moment():
     restored.add([group("d", 1.0, TIMEOUT)])
     assert (restored.failures, restored.dropped_groups) == ({"timeout": 2}, 2)
     assert ids(restored.take(9)) == ["a", "c"]
+
+
+# -- dynamic filtering ------------------------------------------------------------------------------------
+
+
+def scored(id, *scores):
+    """A group whose rewards all differ, so that only the scores can be what is gone by."""
+    episodes = [
+        Episode("e", Task("t"), Outcome.completed(), reward=10.0 + index, score=score)
+        for index, score in enumerate(scores)
+    ]
+    return Group(id, Task("t"), episodes)
+
+
+def kept(groups, **settings):
+    buffer = Buffer(2, needs_reward=True, filter=FilterConfig(**settings))
+    assert buffer.add(groups) == len(buffer)
+    return ids(buffer.take(9)), dict(buffer.filtered)
+
+
+FLAT, MIXED, EASY, HARD = (
+    scored("flat", 0.5, 0.5), scored("mixed", 0.0, 1.0), scored("easy", 1.0, 0.8), scored("hard", 0.2, 0.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "filtered"),
+    [
+        ({}, ["flat", "mixed", "easy", "hard"], {}),
+        ({"zero_variance": True}, ["mixed", "easy", "hard"], {"zero_variance": 1}),
+        ({"min_score": 0.1}, ["flat", "mixed", "easy"], {"score_range": 1}),  # the bounds themselves are outside
+        ({"max_score": 0.9}, ["flat", "mixed", "hard"], {"score_range": 1}),
+        ({"min_score": 0.0, "max_score": 0.5}, ["hard"], {"score_range": 3}),
+        (
+            {"zero_variance": True, "min_score": 0.1, "max_score": 0.9},
+            ["mixed"],
+            {"zero_variance": 1, "score_range": 2},
+        ),
+    ],
+)
+def test_groups_that_teach_nothing_are_dropped_and_counted_by_reason(settings, names, filtered):
+    assert kept([FLAT, MIXED, EASY, HARD], **settings) == (names, filtered)
+
+
+def test_only_members_that_did_not_fail_have_a_say():
+    """Two that agree beside one that failed differ in nothing; a group too small by failures is not the filter's."""
+    assert kept([group("a", 1.0, 1.0, TIMEOUT)], zero_variance=True) == ([], {"zero_variance": 1})
+    assert kept([group("b", 1.0, TIMEOUT)], zero_variance=True) == ([], {})
+
+
+def test_rewards_stand_in_for_scores_but_have_no_range():
+    rewards = [group("flat", 3.0, 3.0), group("mixed", 3.0, -2.0)]
+    assert kept(rewards, zero_variance=True) == (["mixed"], {"zero_variance": 1})
+    with pytest.raises(RunError, match=r"the environment gives none .* use rollout.filter.zero_variance alone"):
+        kept(rewards, max_score=0.5)
+
+
+def test_what_was_filtered_is_still_counted_after_a_resume():
+    buffer = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
+    buffer.add([FLAT, MIXED, EASY])
+    restored = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
+    restored.load_state(pickle.loads(pickle.dumps(buffer.state())))
+    assert (ids(restored.take(9)), restored.filtered) == (["mixed", "easy"], {"zero_variance": 1})

@@ -297,7 +297,7 @@ def trainer_of(skip):
         return policy.play(tasks)
 
     runner = SimpleNamespace(spec=SimpleNamespace(tasks=lambda split: task_set(20)), agent=OneAgent, play=play)
-    learner = SimpleNamespace(min_group_size=2, roles={})
+    learner = SimpleNamespace(min_group_size=2, roles={}, state=dict)
     parts = Parts(learner, runner, {}, SamplingParams(max_tokens=4))
     return Trainer(config, config.stages[0], parts, None, SimpleNamespace(rollout=None))
 

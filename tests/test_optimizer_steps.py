@@ -1,4 +1,4 @@
-"""The loop's arithmetic: how a rollout is cut into optimizer steps, and the learning rate of each."""
+"""The loop's arithmetic: how a rollout is cut into optimizer steps, the learning rate of each, and their metrics."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learner import LearnerConfig, LearnRow
-from envgym.trainer import cut, learning_rate
+from envgym.optimizer_steps import cut, learning_rate, over_steps
 from envgym.types import Objective
 
 
@@ -104,3 +104,18 @@ def test_always_between_zero_and_the_peak(loop_steps, warmup, schedule, ratio, d
 def test_a_learning_rate_of_0_stays_0():
     config = LearnerConfig(name="any", lr=0.0, warmup_steps=2, lr_schedule="cosine")
     assert {learning_rate(config, step, 5) for step in range(6)} == {0.0}
+
+
+# -- what several optimizer steps log ---------------------------------------------------------------------
+
+
+def test_what_optimizer_steps_log_becomes_one_number_each():
+    logged = [
+        {"loss": 1.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.5, "mismatch/mean_abs": 1e-6},
+        {"loss": 2.0, "policy/ratio/max": 1.25, "policy/ratio/min": 0.25, "critic/loss": 4.0},
+        {"loss": 6.0, "policy/ratio/max": 1.0, "policy/ratio/min": 1.0, "critic/loss": 2.0},
+    ]
+    assert over_steps(logged) == {
+        "loss": 3.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "mismatch/mean_abs": 1e-6, "critic/loss": 3.0,
+    }  # fmt: skip
+    assert over_steps([]) == {}
