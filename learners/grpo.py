@@ -13,32 +13,36 @@ from pydantic import Field
 
 from envgym.learner import LearnerConfig
 
-from .policy_gradient import PolicyGradient, PolicyGradientConfig
+from .baseline import mean_of
+from .monte_carlo import MonteCarlo
+from .policy_gradient import Aggregation, PolicyGradientConfig
 
 
 class GRPOConfig(PolicyGradientConfig):
     """Settings of GRPO."""
 
+    aggregation: Aggregation = "sequence"
     advantage_eps: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation before dividing by it."""
 
 
-class GRPO(PolicyGradient):
+class GRPO(MonteCarlo):
     """Group relative policy optimisation."""
 
     Config: ClassVar[type[LearnerConfig]] = GRPOConfig
     config: GRPOConfig
     min_group_size: ClassVar[int] = 2
 
-    def advantages(self, rewards: Sequence[float]) -> list[float]:
-        return standardised(rewards, self.config.advantage_eps)
+    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+        return standardised(values, rewards, self.config.advantage_eps)
 
 
-def standardised(rewards: Sequence[float], eps: float) -> list[float]:
-    """(r - mean) / (std + eps) of one group, n >= 2; exactly 0 where all rewards are equal."""
+def standardised(values: Sequence[float], rewards: Sequence[float], eps: float) -> list[float]:
+    """(v - mean) / (std + eps) with the mean and standard deviation of a group's rewards, n >= 2; exactly 0 where all
+    of these are equal."""
     if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
+        return [0.0] * len(values)
+    mean = mean_of(rewards)
     # `hypot`, because squares of very large or very small rewards would overflow or vanish.
     std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)
-    return [(reward - mean) / (std + eps) for reward in rewards]
+    return [(value - mean) / (std + eps) for value in values]

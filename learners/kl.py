@@ -1,16 +1,58 @@
-"""Estimators of KL(pi || pi_ref) from log-probabilities of sampled tokens.
+"""KL(pi || pi_ref) from log-probabilities of sampled tokens, and the coefficient it is weighed with.
 
-Source: J. Schulman, "Approximating KL Divergence" (2020).
+Source: J. Schulman, "Approximating KL Divergence" (2020); the controller: D. Ziegler et al., "Fine-Tuning Language
+Models from Human Preferences" (2019), section 2.2.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
 if TYPE_CHECKING:
     import torch
 
 Estimator = Literal["k1", "k2", "k3"]
+Place = Literal["reward", "loss"]
+
+
+class KLConfig(BaseModel):
+    """How far the policy may go from the reference model, and where it pays for that."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference model. 0 builds no reference model."""
+    estimator: Estimator = "k3"
+    """How the KL is estimated from the sampled tokens: `k1` log-ratio, `k2` half its square, `k3` never negative and of
+    low variance. In the loss `k1` has no gradient on average; `k2` has the KL's own."""
+    place: Place = "loss"
+    """`reward`: every action token pays `coef` times its KL at the start of the update; `loss`: a term of the loss."""
+    target: float | None = Field(None, gt=0)
+    """The KL, in nats a token, that the coefficient is adapted to keep; unset: it stays as it is."""
+    horizon: int = Field(10000, ge=1)
+    """Episodes over which the coefficient adapts."""
+
+    @field_validator("target")
+    @classmethod
+    def _has_something_to_adapt(cls, target: float | None, info: ValidationInfo) -> float | None:
+        if target is not None and not info.data.get("coef", 1.0):
+            raise ValueError("a target adapts kl.coef, which is 0 and would stay 0")
+        return target
+
+
+class RewardKL(KLConfig):
+    """The KL as part of the reward, by default."""
+
+    estimator: Estimator = "k1"
+    place: Place = "reward"
+
+
+class SquaredKL(KLConfig):
+    """The KL as half the squared log-ratio in the loss, by default: its gradient is the KL's own."""
+
+    estimator: Estimator = "k2"
 
 
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimator) -> torch.Tensor:
@@ -25,3 +67,12 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Esti
     if estimator == "k2":
         return log_ratio.square() / 2
     return (-log_ratio).clamp(max=20.0).exp() - 1 + log_ratio
+
+
+def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:
+    """The coefficient after `episodes` more episodes whose mean KL was `kl`: a proportional controller in log space.
+
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) episodes / horizon), not below 0.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * max(0.0, 1 + error * episodes / horizon)

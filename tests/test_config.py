@@ -293,7 +293,7 @@ def test_a_saved_config_of_several_stages_is_the_same_run_without_its_recipe(rec
 def test_a_saved_config_has_every_key_written_out():
     saved = yaml.safe_load(of_words().to_yaml())
     assert set(saved) == set(RunConfig.model_fields)
-    assert {"lr", "clip_low", "kl_coef", "aggregation"} <= set(saved["stages"][0]["learner"])
+    assert {"lr", "clip_low", "kl", "aggregation"} <= set(saved["stages"][0]["learner"])
 
 
 def test_words_change_a_saved_config(tmp_path):

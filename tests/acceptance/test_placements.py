@@ -131,7 +131,7 @@ def test_where_it_runs_changes_nothing_but_rounding(placement, plain, train, tin
 
 
 def test_a_reference_is_a_role_of_its_own(train, store):
-    result = train("learner.kl_coef=0.01")
+    result = train("learner.kl.coef=0.01")
     kl = [record["policy/kl"] for record in result.records[1:]]
     assert result.logs == {"actor-0.log", "engine.log", "reference-0.log"}
     assert abs(kl[0]) < 1e-6  # the policy is still the reference

@@ -1,0 +1,33 @@
+"""Dr. GRPO: GRPO without what biases it: the division by the group's spread and by a response's own length.
+
+Source: Z. Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (2025), section 3.2. The loss is
+divided by a constant length, not by the responses'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from envgym.learner import LearnerConfig
+
+from .baseline import centred
+from .monte_carlo import MonteCarlo
+from .policy_gradient import Aggregation, PolicyGradientConfig
+
+
+class DrGRPOConfig(PolicyGradientConfig):
+    """Settings of Dr. GRPO. `constant_length` is best the token budget of a response."""
+
+    aggregation: Aggregation = "constant"
+
+
+class DrGRPO(MonteCarlo):
+    """GRPO done right."""
+
+    Config: ClassVar[type[LearnerConfig]] = DrGRPOConfig
+    config: DrGRPOConfig
+    min_group_size: ClassVar[int] = 2
+
+    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+        return centred(values, rewards)
