@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError, DataError, did_you_mean
 from .learner import Learner, LearnerConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
@@ -107,6 +107,22 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
 
 
+class PretrainConfig(Section):
+    """Text that is taught as it stands beside what the policy samples; `learner.pretrain_coef` weighs it."""
+
+    path: str | None = None
+    """JSONL, Parquet, a folder of them, one that `datasets` saved, or a text file with a document a line. Unset: no
+    text is mixed in."""
+    split: str | None = None
+    """The split of a folder that has several. Unset: `train`."""
+    text: str = "text"
+    """Field of the text."""
+    rows: int = Field(8, ge=1)
+    """Documents a step, dealt out to its optimizer steps."""
+    max_tokens: int = Field(512, ge=2)
+    """Tokens a document is cut to; what it holds beyond them is not taught."""
+
+
 class EngineConfig(Section):
     """What samples."""
 
@@ -193,6 +209,7 @@ class StageConfig(Section):
     """Loop steps to stop after."""
     rollout: RolloutConfig = RolloutConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
+    pretrain: PretrainConfig = PretrainConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
     roles: dict[str, RoleConfig] = {}
@@ -395,6 +412,14 @@ def _complete_stage(stage: StageConfig) -> None:
         raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
     if agent_class.samples and stage.rollout.filter.zero_variance and stage.rollout.group_size < 2:
         raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
+    if stage.pretrain.path is not None:
+        if not getattr(learner_config, "pretrain_coef", 0.0) > 0:
+            raise ConfigError(
+                f"pretrain.path mixes text into a policy gradient, which learner {stage.learner.name} would give no "
+                "weight: it needs a setting pretrain_coef above 0"
+            )
+        if not Path(stage.pretrain.path).exists():
+            raise DataError(f"pretrain.path: there is no file {stage.pretrain.path}")
     stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
     stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
     stage.learner = Component(**learner_config.model_dump(mode="json"))

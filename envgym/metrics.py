@@ -12,6 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from .errors import RolloutFailed
+from .learner import LearnRow
 from .types import Episode, Group, Status
 
 
@@ -78,6 +79,14 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest of the `ordered` values that at least `share` of them do not exceed (nearest rank)."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def token_counts(rows: Sequence[LearnRow], text: Sequence[LearnRow], epochs: int) -> dict[str, int]:
+    """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
+    trained, of_text = (sum(int((row.weights > 0).sum()) for row in part) * epochs for part in (rows, text))
+    processed = sum(len(row.token_ids) for row in [*rows, *text]) * epochs
+    counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
+    return counts | ({"tokens/pretrain": of_text} if text else {})
 
 
 def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from .engines.base import Engine, SamplingParams
 from .engines.client import EngineClient
 from .env import EnvSpec
 from .errors import ConfigError
+from .pretraining import Pretraining
 from .render import load_tokenizer, make_renderer
 from .rollout import Runner
 from .run_folder import RunFolder
@@ -73,6 +74,7 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     learner = learner_class(learner_config)
     agent = make_agent(stage, model)
     renderer = agent.renderer
+    pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.path else None
     engine, context = None, None
     if agent.samples:
         engine, context = await start_sampling(config, stage, place, agent, model, display)
@@ -97,7 +99,7 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
         sync = WeightSync(engine, workers["actor"], renderer, tolerance)
     runner = make_runner(config, stage, place.spec, agent, engine, context)
-    return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync)
+    return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync, pretraining)
 
 
 async def start_sampling(

@@ -23,8 +23,9 @@ from .errors import RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
 from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
-from .metrics import check_failures, rollout_metrics, speed_metrics
+from .metrics import check_failures, rollout_metrics, speed_metrics, token_counts
 from .optimizer_steps import cut, learning_rate, over_steps
+from .pretraining import Pretraining, spread
 from .progress import Progress
 from .rollout import Play, Runner
 from .rollout_file import write_rollouts
@@ -46,8 +47,8 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Parts:
-    """What the loop drives. `engine` and `sync` are None where the agent replays; `workers` holds a group of ranks
-    for each of the learner's roles."""
+    """What the loop drives. `engine` and `sync` are None where the agent replays, `pretraining` where no text is mixed
+    in; `workers` holds a group of ranks for each of the learner's roles."""
 
     learner: Learner
     runner: Runner
@@ -55,6 +56,7 @@ class Parts:
     sampling: SamplingParams
     engine: Engine | None = None
     sync: WeightSync | None = None
+    pretraining: Pretraining | None = None
 
 
 class Trainer:
@@ -163,35 +165,34 @@ class Trainer:
             if not rows:
                 raise RunError(f"step {progress.step + 1}: the learner found nothing to learn from")
             progress.record |= learner.metrics(rows)
+            text = [] if self.parts.pretraining is None else await self.parts.pretraining.next()
         logged = []
         with progress.timed("learn"):
             for row in rows:
                 row.current = row.versions == (progress.step,)
             for _ in range(learner.config.epochs):
-                for part in cut(rows, learner.config.minibatches):
-                    logged.append(await self.optimizer_step(part))
+                parts = cut(rows, learner.config.minibatches)
+                for part, its_text in zip(parts, spread(text, len(parts)), strict=True):
+                    logged.append(await self.optimizer_step(part, its_text))
                     for row in rows:
                         row.current = False  # the weights have moved on from those that sampled it
-        progress.record |= over_steps(logged)
+        progress.record |= over_steps(logged) | token_counts(rows, text, learner.config.epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
+        progress.tokens["trained"] += progress.record["tokens/trained"]
         learner.observe(progress.record)
-        trained = sum(int((row.weights > 0).sum()) for row in rows) * learner.config.epochs
-        processed = sum(len(row.token_ids) for row in rows) * learner.config.epochs
-        progress.record |= {"tokens/trained": trained, "tokens/processed": processed}
-        progress.tokens["trained"] += trained
 
-    async def optimizer_step(self, rows: Sequence[LearnRow]) -> dict[str, float]:
-        """One step of every trained role. Returns what they log: the policy's numbers under their own names, another
-        role's behind its name."""
+    async def optimizer_step(self, rows: Sequence[LearnRow], text: Sequence[LearnRow]) -> dict[str, float]:
+        """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
+        numbers under their own names, another role's behind its name."""
         progress, learner = self.progress, self.parts.learner
         logged: dict[str, float] = {}
-        denominators = learner.denominators(rows)
+        denominators = learner.denominators([*rows, *text])
         for role, spec in learner.roles.items():
             if not spec.trained or progress.step < spec.idle_steps:
                 continue
             lr = learning_rate(self.config_of(role), progress.optimizer_steps, self.stage.steps)
             worker = self.parts.workers[role]
-            metrics = await worker.accumulate(rows, denominators)
+            metrics = await worker.accumulate([*rows, *text] if role == "actor" else rows, denominators)
             whole = self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k  # else they differ by the cut
             if role == "actor" and self.parts.sync is not None and whole:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
@@ -257,6 +258,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "cursor": self.cursor.state(),
             "buffer": self.buffer.state(),
+            "pretraining": None if self.parts.pretraining is None else self.parts.pretraining.state(),
             "learner": self.parts.learner.state(),
         }
 
@@ -275,6 +277,8 @@ class Trainer:
         self.began -= self.progress.seconds["total"]
         self.cursor.load_state(state["cursor"])
         self.buffer.load_state(state["buffer"])
+        if self.parts.pretraining is not None:
+            self.parts.pretraining.load_state(state["pretraining"])
         self.parts.learner.load_state(state["learner"])
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
             await self.parts.workers[role].load_state(str(checkpoint / role))
