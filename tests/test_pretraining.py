@@ -163,7 +163,7 @@ def test_a_learner_that_gives_text_no_weight_is_refused_in_one_line(file):
 
 
 def test_a_file_that_is_not_there_is_told_before_anything_begins():
-    with pytest.raises(DataError, match="there is no file nowhere.jsonl"):
+    with pytest.raises(DataError, match=r"there is no file nowhere\.jsonl"):
         config_of("grpo", path="nowhere.jsonl")
 
 
