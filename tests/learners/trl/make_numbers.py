@@ -31,34 +31,37 @@ OUT = Path(__file__).with_name("numbers.json")
 GROUPS, MEMBERS, LONGEST = 3, 4, 9
 ROWS = GROUPS * MEMBERS
 PAD, EOS, WORD, FIRST = 0, 1, 2, 8  # a row is known by its first token, FIRST + its number
-SEEDS = {"plain": (0, 1), "turns": (2, 3)}  # `turns`: tokens of an environment between those of the policy
+SEEDS = {"plain": (0, 1), "turns": (3, 4)}  # `turns`: tokens of an environment between those of the policy
 
 GRPO = {"loss_type": "grpo", "epsilon": 0.2}
 DAPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}
 CISPO = {"loss_type": "cispo", "epsilon_high": 1.3}
 RLOO = {"epsilon": 0.2, "beta": 0.0}
 CASES: dict[str, dict[str, Any]] = {
-    # The trainer's settings; and which completions got no reward (`failed`) or did not end (`truncated`), in how many
-    # `micro_batches` the step is taken, whether the policy is still the one that sampled (`on_policy`), and whether
-    # what the `sampler` said of its own tokens corrects the loss.
+    # The trainer's settings; and which completions got no reward (`failed`) or did not end (`truncated`), into how many
+    # `parts` the batch is cut (micro-batches of one optimizer step, unless the settings say otherwise), whether the
+    # policy is still the one that sampled (`on_policy`), and whether what the `sampler` said of its own tokens corrects
+    # the loss.
     "grpo": {"settings": GRPO},
     "grpo_kl": {"settings": {**GRPO, "beta": 0.04, "use_bias_correction_kl": False}},
     "grpo_kl_times_ratio": {"settings": {**GRPO, "beta": 0.04, "use_bias_correction_kl": True}},
     "grpo_entropy": {"settings": {**GRPO, "entropy_coef": 0.01}},
     "grpo_failed": {"settings": GRPO, "failed": [2, 5]},
     "grpo_truncated": {"settings": {**GRPO, "mask_truncated_completions": True}, "truncated": [1, 6]},
-    "grpo_micro_batches": {"settings": GRPO, "micro_batches": 2},
+    "grpo_micro_batches": {"settings": GRPO, "parts": 2},
     "dapo": {"settings": DAPO},
+    "dapo_entropy": {"settings": {**DAPO, "entropy_coef": 0.01}},
     "dapo_dual_clip": {"settings": {**DAPO, "delta": 1.5}},
     "dapo_failed": {"settings": DAPO, "failed": [2, 5]},
     "dapo_truncated": {"settings": {**DAPO, "mask_truncated_completions": True}, "truncated": [1, 6]},
-    "dapo_micro_batches": {"settings": DAPO, "micro_batches": 2},
+    "dapo_micro_batches": {"settings": DAPO, "parts": 2},
+    "dapo_two_steps": {"settings": {**DAPO, "steps_per_generation": 2}, "parts": 2},
     "bnpo": {"settings": {**DAPO, "loss_type": "bnpo"}},
-    "bnpo_micro_batches": {"settings": {**DAPO, "loss_type": "bnpo"}, "micro_batches": 2},
+    "bnpo_micro_batches": {"settings": {**DAPO, "loss_type": "bnpo"}, "parts": 2},
     "dr_grpo": {"settings": {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"}},
     "dr_grpo_micro_batches": {
         "settings": {"loss_type": "dr_grpo", "epsilon": 0.2, "scale_rewards": "none"},
-        "micro_batches": 2,
+        "parts": 2,
     },
     # The paper's bounds (3e-4, 4e-4) clip nearly every one of these sequences, so there are wider ones too.
     "gspo": {"settings": {**GRPO, "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}},
@@ -134,10 +137,12 @@ def token_ids(mask: list[int], row: int, truncated: bool) -> list[int]:
 
 
 def measure(name: str, case: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """TRL's loss of one optimizer step over the batch, and its derivative by each log-probability and entropy."""
+    """TRL's losses of the batch's parts, and the derivative of their sum by each log-probability and entropy."""
     failed, truncated = set(case.get("failed", [])), set(case.get("truncated", []))
     completions = [token_ids(mask, row, row in truncated) for row, mask in enumerate(batch["masks"])]
-    micro_batches = case.get("micro_batches", 1)
+    n_parts = case.get("parts", 1)
+    settings = case["settings"]
+    accumulated = 1 if "steps_per_generation" in settings else n_parts
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         lines = zip(batch["sampled"], batch["masks"], strict=True)
@@ -163,8 +168,8 @@ def measure(name: str, case: dict[str, Any], batch: dict[str, Any]) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         args = (RLOOConfig if is_rloo else GRPOConfig)(
             output_dir=folder,
-            per_device_train_batch_size=ROWS // micro_batches,
-            gradient_accumulation_steps=micro_batches,
+            per_device_train_batch_size=ROWS // n_parts,
+            gradient_accumulation_steps=accumulated,
             num_generations=MEMBERS,
             max_completion_length=LONGEST + 3,
             num_iterations=2,  # of which the first is taken; so the old log-probabilities are computed
@@ -173,7 +178,7 @@ def measure(name: str, case: dict[str, Any], batch: dict[str, Any]) -> dict[str,
             gradient_checkpointing=False,
             report_to=[],
             seed=batch["seed"],
-            **case["settings"],
+            **settings,
         )
         config = Qwen3Config(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                              num_attention_heads=1, num_key_value_heads=1, head_dim=8)  # fmt: skip
@@ -195,28 +200,28 @@ def measure(name: str, case: dict[str, Any], batch: dict[str, Any]) -> dict[str,
     trainer.ref_model = Table(torch.tensor(batch["reference"]), entropy)
     trainer.use_vllm = bool(case.get("sampler"))  # whether the sampler's own log-probabilities correct the loss
     trainer._last_loaded_step = 0  # the sampler has the weights of step 0: nothing to send
-    trainer.current_gradient_accumulation_steps = micro_batches
+    trainer.current_gradient_accumulation_steps = accumulated
 
     current = torch.tensor(batch["current"], requires_grad=True)
-    policy, loss, parts, advantages = Table(current, entropy), 0.0, [], [0.0] * ROWS
-    for trainer._step in range(micro_batches):
+    policy, parts, losses, advantages = Table(current, entropy), [], [], [0.0] * ROWS
+    for trainer._step in range(n_parts):
         inputs = trainer._prepare_inputs([{"prompt": "word"}] * ROWS)
         rows = (inputs["completion_ids"][:, 0] - FIRST).tolist()
         for row, advantage in zip(rows, inputs["advantages"].tolist(), strict=True):
             advantages[row] = advantage
-        part = trainer.compute_loss(policy, inputs)
-        assert part.dtype == torch.float64, part.dtype
-        part.backward()
-        loss += part.item()
+        loss = trainer.compute_loss(policy, inputs)
+        assert loss.dtype == torch.float64, loss.dtype
+        loss.backward()
         parts.append(sorted(rows))
+        losses.append(loss.item())
     return {
         "case": name,
         "batch": batch["seed"],
-        "micro_batches": parts,
+        "parts": parts,
+        "losses": losses,
         "advantages": advantages,
-        "loss": loss,
         "gradient": cut(current.grad, batch["masks"]),
-        **({"entropy_gradient": cut(entropy.grad, batch["masks"])} if "entropy_coef" in case["settings"] else {}),
+        **({"entropy_gradient": cut(entropy.grad, batch["masks"])} if "entropy_coef" in settings else {}),
     }
 
 
