@@ -75,7 +75,9 @@ class Step:
         self.members = [int(episode.id) for group in groups for episode in group.episodes]
         self.rows = self.learner.prepare(groups)
         pairs = zip(self.members, self.rows, strict=True)
-        self.advantages = {member: sorted(set(row.arrays["advantages"][row.weights > 0])) for member, row in pairs}
+        self.advantages = {
+            member: sorted(set(row.arrays["advantages"][row.weights > 0].tolist())) for member, row in pairs
+        }
 
     def take(self, members=None, micro_batch=99):
         """Loss and gradients of a step over these episodes (all), in micro-batches of at most so many rows."""
