@@ -55,6 +55,13 @@ def _name_alone(value: Any) -> Any:
 ComponentField = Annotated[Component, BeforeValidator(_name_alone)]
 
 
+def _as_list(value: Any) -> Any:
+    return [] if value in (None, "none") else [value] if isinstance(value, str) else value
+
+
+Trackers = Annotated[list[Literal["tensorboard", "wandb", "swanlab"]], BeforeValidator(_as_list)]
+
+
 class FilterConfig(Section):
     """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
     replay plays is never dropped."""
@@ -262,6 +269,10 @@ class RunConfig(Section):
     """Seed of everything random in a run."""
     deterministic: bool = False
     """Same seed, same bits: waves of sorted requests, seeded sampling, no caches across them. Slower."""
+    report_to: Trackers = []
+    """Where else metrics go, beside `metrics.jsonl`: any of `tensorboard`, `wandb`, `swanlab`."""
+    project: str = "envgym"
+    """Project that W&B and SwanLab file the run under, unless their own variables (`WANDB_PROJECT`) name one."""
     debug: bool = False
     """Workers run inside the controller, where a breakpoint works, and errors show their traceback."""
     stages: list[StageConfig] = Field(min_length=1)

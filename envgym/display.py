@@ -29,6 +29,9 @@ class Display:
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         """A measurement on held-out tasks (`EvalResult.as_dict`)."""
 
+    def alarm(self, step: int, text: str) -> None:
+        """A number of the run has left its healthy range with this step: what it means and what to try."""
+
     def note(self, text: str) -> None:
         """One line that stays."""
 
@@ -102,6 +105,9 @@ class LineDisplay(Display):
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         how = ", greedy" if result.get("greedy") else ""
         self._print(f"held-out at step {step}{how}: {score(result)} ({result['n_tasks']} tasks)")
+
+    def alarm(self, step: int, text: str) -> None:
+        self._print(f"alarm at step {step}: {text}")
 
     def note(self, text: str) -> None:
         self._print(text)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_SECOND = 2
 BARS = "▁▂▃▄▅▆▇█"
-PHASES = ("rollout", "learn", "sync", "eval")
+PHASES = ("rollout", "score", "prepare", "learn", "sync", "eval")
 
 
 class LiveDisplay(Display):
@@ -77,6 +77,9 @@ class LiveDisplay(Display):
             self._begin_stage()
         if not result.get("greedy"):
             self._evaluations.append((step, result))
+
+    def alarm(self, step: int, text: str) -> None:
+        self._console.print(Text(f"alarm at step {step}: ", "bold red").append(text, "not bold"))
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)

@@ -56,6 +56,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         lines.append(("mismatch", f"{largest:.1e} nats at most between sampler and trainer"))
     if summary["failures"]:
         lines.append(("failures", _counts(summary["failures"])))
+    if summary.get("alarms"):
+        lines.append(("alarms", f"{_counts(summary['alarms'])}   what each means: docs/metrics.md"))
     lines.append(("folder", summary["run"]))
     if summary.get("picture"):
         lines.append(("picture", str(summary["picture"])))
@@ -171,7 +173,7 @@ def _split(seconds: Mapping[str, float]) -> str:
     total = seconds["total"]
     if not total:
         return "none"
-    phases = {name: spent for name, spent in seconds.items() if name != "total"}
+    phases = {name: spent for name, spent in seconds.items() if name != "total" and spent}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return "  ".join(f"{name} {spent / total:.0%}" for name, spent in phases.items())
 

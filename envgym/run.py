@@ -18,6 +18,7 @@ from .models import fetch_model
 from .placement import Place, prepared, start_parts
 from .report import PICTURE, plot
 from .run_folder import RunFolder, stage_folders, write_atomically
+from .trackers import Story, Trackers, check_installed, run_id
 from .trainer import Stopped, Trainer
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     With `resume`, the run of that name goes on from its last checkpoint. Raises `EnvgymError` where it cannot go
     on, and `KeyboardInterrupt` once Ctrl-C has stopped it and a checkpoint is kept.
     """
+    check_installed(config.report_to)
     folder = claim_folder(config, resume=resume)
     stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
     summary: dict[str, Any] = {}
@@ -116,6 +118,9 @@ async def _run_stage(
                 folder.rewind(-1 if checkpoint is None else RunFolder.read_state(checkpoint)["progress"]["step"])
                 if checkpoint is not None:
                     await trainer.load(checkpoint)
+                if config.report_to:
+                    story = story_of(config, stage, folder, trainer.progress.step)
+                    trainer.recorder.trackers = Trackers(config.report_to, story, display.note)
                 interrupts.listen(trainer.stop.set)
                 await trainer.run()
                 display.phase("saving the policy")
@@ -139,8 +144,27 @@ async def _run_stage(
         if place is not None and place.services.names:
             summary["services"] = dict(place.services.counters)
         folder.write_summary(summary)
+        if trainer is not None and (trackers := trainer.recorder.trackers) is not None:
+            trackers.close(status)
+            summary["trackers"] = trackers.summary()
+            folder.write_summary(summary)
     plot(folder.path)
     return summary
+
+
+def story_of(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> Story:
+    """What trackers are told of a stage; `step` is the one that a resumed run goes on from, else 0."""
+    name = str(config.name)
+    of_run = config.model_dump(mode="json", exclude={"stages"})
+    return Story(
+        id=run_id(folder.path),
+        name=name if len(config.stages) == 1 else f"{name}/{folder.path.name}",
+        group=name,
+        project=config.project,
+        folder=folder.path,
+        config={**stage.model_dump(mode="json"), **of_run},
+        step=step,
+    )
 
 
 def _kept(config: RunConfig, folder: RunFolder) -> str:
@@ -158,7 +182,7 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: flo
         "eval": progress.evals if progress else {},
         "seconds": {
             "total": time.monotonic() - (trainer.began if trainer else began),
-            **{phase: spent.get(phase, 0.0) for phase in ("rollout", "learn", "sync", "eval")},
+            **{phase: spent.get(phase, 0.0) for phase in ("rollout", "score", "prepare", "learn", "sync", "eval")},
         },
         "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},
         "mismatch": {"max_abs_logprob": progress.max_mismatch if progress else 0.0},
@@ -166,6 +190,8 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: flo
         "played_again": trainer.buffer.played_again if trainer else 0,
         "refills": trainer.buffer.refills if trainer else 0,
         "dropped_groups": trainer.buffer.dropped_groups if trainer else 0,
+        "filtered_groups": dict(trainer.buffer.filtered) if trainer else {},
+        "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
     }
 
 

@@ -27,6 +27,7 @@ from .metrics import check_failures, rollout_metrics, speed_metrics, token_count
 from .optimizer_steps import cut, learning_rate, over_steps
 from .pretraining import Pretraining, spread
 from .progress import Progress
+from .recorder import Recorder
 from .rollout import Play, Runner
 from .rollout_file import write_rollouts
 from .run_folder import RunFolder
@@ -69,6 +70,7 @@ class Trainer:
         self.display = display
         self.stop = asyncio.Event()
         self.progress = Progress()
+        self.recorder = Recorder(folder, display, stage.steps)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
         samples = parts.runner.agent.samples
         self.group_size = stage.rollout.group_size if samples else 1
@@ -119,8 +121,7 @@ class Trainer:
         if stage.eval.every and (ends or step % stage.eval.every == 0):
             await self.evaluate()
         if step or len(self.progress.record) > 1:
-            self.folder.append_metrics(self.progress.record)
-            self.display.step(step, stage.steps, self.progress.record)
+            self.recorder.write(self.progress.record)
         self.progress.recorded = True
         if step and (step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)):
             await self.checkpoint(self.state())
@@ -151,8 +152,8 @@ class Trainer:
     async def score(self, groups: Sequence[Group]) -> None:
         """Let every role that scores (reference, critic) say its numbers about the rows the learner will see."""
         rows = [row for group in groups for episode in group.episodes for row in episode.rows]
-        with self.progress.timed("score"):
-            for role in (role for role, spec in self.parts.learner.roles.items() if spec.scored):
+        for role in (role for role, spec in self.parts.learner.roles.items() if spec.scored):
+            with self.progress.timed("score"):
                 outputs = await self.parts.workers[role].forward([LearnRow.of(row) for row in rows])
                 for row, output in zip(rows, outputs, strict=True):
                     row.outputs[role] = output.tolist()
@@ -273,6 +274,7 @@ class Trainer:
     async def load(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was made."""
         state = self.folder.read_state(checkpoint)
+        self.recorder.resume()
         self.progress = Progress(**state["progress"])
         self.began -= self.progress.seconds["total"]
         self.cursor.load_state(state["cursor"])
