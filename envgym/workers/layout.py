@@ -1,14 +1,16 @@
-"""How rows are laid out: cut into padded micro-batches, the same number on every rank.
+"""How rows are laid out: cut into micro-batches of even cost, the same number on every rank.
 
-Padding is to the longest row of a micro-batch, so one of B rows costs B x Tmax tokens. Sorting by length first
-keeps that close to the true number of tokens; packing rows end to end would waste nothing, but its block
-attention mask was measured 3 to 5 times slower on a CPU.
+Padded to the longest of its rows, a micro-batch of B rows costs B x Tmax tokens; sorting by length first keeps that
+close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths go
+together; but attention must then know where rows end. Flash kernels do; elsewhere the mask for it was measured 3 to 5
+times slower on a CPU.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,30 +24,36 @@ if TYPE_CHECKING:
 Unit = list[LearnRow]
 MicroBatch = list[LearnRow]
 
+SLACK = 1.05
+"""How much more than the mean (or than the costliest unit, which nothing can divide) the fullest micro-batch may
+cost."""
 
-def micro_batches(rows: Sequence[LearnRow], tokens_per_microbatch: int, n_ranks: int) -> list[list[MicroBatch]]:
+
+def micro_batches(
+    rows: Sequence[LearnRow], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
+) -> list[list[MicroBatch]]:
     """Cut rows into micro-batches: `result[rank][k]` is a list of rows.
 
-    Rows of one unit stay together. A micro-batch costs at most `tokens_per_microbatch` padded tokens, unless a
-    single unit is larger. Every rank gets the same number of micro-batches (ZeRO 2 and 3 need as many collectives
-    from each), of about equal cost; copies of a small unit with zero weight fill up. The result depends on
-    nothing but the arguments.
+    Rows of one unit stay together. A micro-batch costs (see `cost`) at most `tokens_per_microbatch`, or as much as the
+    costliest unit where that is more. Every rank gets the same number of micro-batches (ZeRO 2 and 3 need as many
+    collectives from each); copies of a small unit with zero weight fill up. There are as few as the budget allows, or
+    a few more where whole units cannot be shared out evenly otherwise: the fullest costs at most `SLACK` times the
+    mean, or times the costliest unit. The result depends on nothing but the arguments.
     """
     units = _units(rows)
     if not units:
         return [[] for _ in range(n_ranks)]
     units.sort(key=_longest, reverse=True)  # stable, so equal lengths keep their order
-    shapes = [(len(unit), _longest(unit)) for unit in units]
-    batches = [
-        [row for unit in units[start:stop] for row in unit]
-        for start, stop in _cut(shapes, tokens_per_microbatch, n_ranks)
-    ]
-    return _deal(batches, n_ranks, filler=silenced(units[-1]))
+    shapes = [_Shape(len(unit), _longest(unit), cost(unit, packed=True)) for unit in units]
+    shares = _fewest(shapes, tokens_per_microbatch, n_ranks, packed)
+    cheapest = min(units, key=lambda unit: cost(unit, packed=packed))
+    batches = [[row for index in share for row in units[index]] if share else silenced(cheapest) for share in shares]
+    return _deal(batches, n_ranks, packed)
 
 
-def padded_tokens(batch: MicroBatch) -> int:
-    """What a micro-batch costs: rows times the longest of them."""
-    return len(batch) * _longest(batch)
+def cost(batch: MicroBatch, *, packed: bool) -> int:
+    """What a micro-batch costs: its tokens, or padded, the rows times the longest of them."""
+    return sum(len(row.token_ids) for row in batch) if packed else len(batch) * _longest(batch)
 
 
 def silenced(unit: Unit) -> Unit:
@@ -72,49 +80,108 @@ def _longest(rows: Sequence[LearnRow]) -> int:
     return max(len(row.token_ids) for row in rows)
 
 
-def _cut(shapes: Sequence[tuple[int, int]], budget: int, n_ranks: int) -> list[tuple[int, int]]:
-    """Cut units (rows, longest), sorted by falling length, into ranges `[start, stop)` of even cost.
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a unit costs depends on nothing but this."""
 
-    The number of ranges is the smallest multiple of the ranks that the budget allows; within it, the smallest
-    budget that still gives so few is searched, which evens them out. (Taking greedily from a sorted list is optimal
-    and monotone in the budget, so bisection finds it.)
+    rows: int
+    longest: int
+    tokens: int
+
+
+Share = list[int]
+"""Indexes of units that go into one micro-batch."""
+
+
+def _fewest(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -> list[Share]:
+    """As few micro-batches as fit, by units: multiples of the ranks are tried from the least that the budget allows, in
+    growing steps, then what was stepped over. One unit in each always fits. An empty one is to be filled up.
+
+    (More need not fit where fewer do, so the fewest of all may be missed.)
     """
-    whole = _greedy(shapes, budget)
-    allowed = -(-len(whole) // n_ranks) * n_ranks
-    low, high = 1, budget  # `high` always gives at most `allowed` ranges
+    whole = max(_cost(shapes, [index], packed) for index in range(len(shapes)))
+    filler = min(_cost(shapes, [index], packed) for index in range(len(shapes)))
+    split = _packed if packed else _padded
+
+    def shared_out(n: int) -> list[Share]:
+        shares = split(shapes, n)
+        return shares + [[]] * (-len(shares) % n_ranks)
+
+    def fits(shares: list[Share]) -> bool:
+        costs = [_cost(shapes, share, packed) if share else filler for share in shares]
+        return max(costs) <= min(max(budget, whole), SLACK * max(sum(costs) / len(costs), whole))
+
+    works = -(-sum(shape.tokens for shape in shapes) // (max(budget, whole) * n_ranks))
+    most = -(-len(shapes) // n_ranks)
+    failed = works - 1
+    while not fits(found := shared_out(works * n_ranks)) and works < most:
+        failed, works = works, min(most, works + max(1, works // 4))
+    while works - failed > 1:
+        middle = (failed + works) // 2
+        fewer = shared_out(middle * n_ranks)
+        if fits(fewer):
+            works, found = middle, fewer
+        else:
+            failed = middle
+    return found
+
+
+def _cost(shapes: Sequence[_Shape], share: Share, packed: bool) -> int:
+    if packed:
+        return sum(shapes[index].tokens for index in share)
+    return sum(shapes[index].rows for index in share) * max(shapes[index].longest for index in share)
+
+
+def _packed(shapes: Sequence[_Shape], n: int) -> list[Share]:
+    """Units in at most `n` shares of about as many tokens: the largest first, each to the share that has least."""
+    shares: list[Share] = [[] for _ in range(min(n, len(shapes)))]
+    loads = [(0, number) for number in range(len(shares))]  # a heap
+    for index in sorted(range(len(shapes)), key=lambda index: -shapes[index].tokens):
+        load, number = loads[0]
+        shares[number].append(index)
+        heapq.heapreplace(loads, (load + shapes[index].tokens, number))
+    return shares
+
+
+def _padded(shapes: Sequence[_Shape], n: int) -> list[Share]:
+    """Units, sorted by falling length, in at most `n` shares of neighbours, the costliest of which costs least.
+
+    The smallest budget is searched with which taking greedily gives so few: that is optimal for a sorted list, and
+    monotone in the budget.
+    """
+    low, high = 1, sum(shape.rows for shape in shapes) * shapes[0].longest
     while low < high:
         middle = (low + high) // 2
-        if len(_greedy(shapes, middle)) <= allowed:
+        if len(_greedy(shapes, middle)) <= n:
             high = middle
         else:
             low = middle + 1
-    return _greedy(shapes, high)
+    return [list(range(start, stop)) for start, stop in _greedy(shapes, high)]
 
 
-def _greedy(shapes: Sequence[tuple[int, int]], budget: int) -> list[tuple[int, int]]:
+def _greedy(shapes: Sequence[_Shape], budget: int) -> list[tuple[int, int]]:
+    """Ranges `[start, stop)` of units, sorted by falling length, that cost at most `budget` each or hold one unit."""
     ranges = []
-    start, n_rows = 0, 0
-    for index, (unit_rows, _) in enumerate(shapes):
-        longest = shapes[start][1]
-        if index > start and (n_rows + unit_rows) * longest > budget:
+    start, rows = 0, 0
+    for index, shape in enumerate(shapes):
+        if index > start and (rows + shape.rows) * shapes[start].longest > budget:
             ranges.append((start, index))
-            start, n_rows = index, 0
-        n_rows += unit_rows
+            start, rows = index, 0
+        rows += shape.rows
     ranges.append((start, len(shapes)))
     return ranges
 
 
-def _deal(batches: list[MicroBatch], n_ranks: int, filler: MicroBatch) -> list[list[MicroBatch]]:
-    """Give each rank the same number of micro-batches, the most expensive first to the rank with least so far."""
-    each = -(-len(batches) // n_ranks)
+def _deal(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[MicroBatch]]:
+    """Give each rank as many micro-batches, the costliest first to the rank with least so far. So those that ranks
+    work on at the same time cost about the same."""
+    each = len(batches) // n_ranks
     ranks: list[list[MicroBatch]] = [[] for _ in range(n_ranks)]
-    cost = [0] * n_ranks
-    for batch in sorted(batches, key=padded_tokens, reverse=True):
-        rank = min((r for r in range(n_ranks) if len(ranks[r]) < each), key=lambda r: (cost[r], r))
+    load = [0] * n_ranks
+    for batch in sorted(batches, key=lambda batch: cost(batch, packed=packed), reverse=True):
+        rank = min((r for r in range(n_ranks) if len(ranks[r]) < each), key=lambda r: (load[r], r))
         ranks[rank].append(batch)
-        cost[rank] += padded_tokens(batch)
-    for share in ranks:
-        share.extend([filler] * (each - len(share)))
+        load[rank] += cost(batch, packed=packed)
     return ranks
 
 

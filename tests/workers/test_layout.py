@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from envgym.learner import LearnRow
 from envgym.types import Objective
-from envgym.workers.layout import is_silent, micro_batches, pad, padded_tokens, silenced
+from envgym.workers.layout import cost, is_silent, micro_batches, pad, silenced
 
 
 def row(length, unit=0, weight=1.0, **arrays):
@@ -23,14 +23,18 @@ def row(length, unit=0, weight=1.0, **arrays):
     )
 
 
+def rows_of(units):
+    return [row(length, unit) for unit, lengths in enumerate(units) for length in lengths]
+
+
 units = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=3), min_size=1, max_size=40)
 
 
-@given(units=units, budget=st.integers(1, 400), n_ranks=st.integers(1, 4))
+@given(units=units, budget=st.integers(1, 400), n_ranks=st.integers(1, 4), packed=st.booleans())
 @settings(deadline=None)
-def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(units, budget, n_ranks):
-    rows = [row(length, unit) for unit, lengths in enumerate(units) for length in lengths]
-    ranks = micro_batches(rows, budget, n_ranks)
+def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(units, budget, n_ranks, packed):
+    rows = rows_of(units)
+    ranks = micro_batches(rows, budget, n_ranks, packed=packed)
     real = [batch for share in ranks for batch in share if not is_silent(batch)]
 
     assert len(ranks) == n_ranks
@@ -38,21 +42,58 @@ def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(unit
     assert Counter(id(r) for batch in real for r in batch) == Counter(id(r) for r in rows)
     for batch in real:
         assert Counter(r.unit for r in batch) == {u: len(units[u]) for u in {r.unit for r in batch}}
-        assert padded_tokens(batch) <= budget or len({r.unit for r in batch}) == 1
-    again = micro_batches(rows, budget, n_ranks)
+        assert (
+            cost(batch, packed=packed) <= budget
+            or len({r.unit for r in batch}) == 1
+            or max_unit(units, packed) > budget
+        )
+    again = micro_batches(rows, budget, n_ranks, packed=packed)
     assert [[[id(r) for r in b] for b in s if not is_silent(b)] for s in again] == [
         [[id(r) for r in b] for b in s if not is_silent(b)] for s in ranks
     ]
 
 
-def test_ranks_share_the_work_evenly_and_little_is_padded():
+@st.composite
+def lognormal_units(draw):
+    """What sampling gives: log-normal lengths, in rows of their own, pairs or groups."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    size = draw(st.sampled_from([1, 2, 8]))
+    lengths = rng.lognormal(np.log(100), draw(st.floats(0.1, 1.5)), (draw(st.integers(1, 100)), size))
+    return lengths.clip(1, 4000).astype(int).tolist()
+
+
+@given(
+    units=lognormal_units(), budget=st.integers(100, 8192), n_ranks=st.sampled_from([1, 2, 3, 8]), packed=st.booleans()
+)
+@settings(deadline=None)
+def test_the_fullest_micro_batch_costs_little_more_than_the_mean_or_what_cannot_be_divided(
+    units, budget, n_ranks, packed
+):
+    ranks = micro_batches(rows_of(units), budget, n_ranks, packed=packed)
+    costs = [cost(batch, packed=packed) for share in ranks for batch in share]
+    assert max(costs) <= 1.05 * max(np.mean(costs), max_unit(units, packed))
+
+
+def max_unit(units, packed):
+    return max(sum(lengths) if packed else len(lengths) * max(lengths) for lengths in units)
+
+
+def test_ranks_share_the_work_evenly_in_few_micro_batches_and_little_is_padded():
     lengths = np.random.default_rng(0).integers(5, 200, 512)
     rows = [row(int(length), unit) for unit, length in enumerate(lengths)]
     for n_ranks in (1, 2, 4):
-        ranks = micro_batches(rows, 8192, n_ranks)
-        costs = [sum(padded_tokens(batch) for batch in share) for share in ranks]
-        assert max(costs) <= 1.1 * min(costs)
-        assert sum(costs) <= 1.15 * lengths.sum()
+        for packed in (False, True):
+            ranks = micro_batches(rows, 8192, n_ranks, packed=packed)
+            costs = [sum(cost(batch, packed=packed) for batch in share) for share in ranks]
+            assert max(costs) <= 1.02 * min(costs)
+            assert sum(costs) <= (1.0 if packed else 1.15) * lengths.sum()
+            assert len(ranks[0]) <= 1.5 * np.ceil(lengths.sum() / 8192 / n_ranks)
+
+
+def test_packed_rows_of_any_lengths_go_together():
+    rows = [row(length, unit) for unit, length in enumerate([90, 10, 60, 40])]
+    lengths = [sorted(len(r.token_ids) for r in batch) for batch in micro_batches(rows, 100, 1, packed=True)[0]]
+    assert sorted(lengths) == [[10, 90], [40, 60]]
 
 
 def test_one_micro_batch_is_split_where_there_are_two_ranks():
