@@ -72,6 +72,11 @@ class Engine(Protocol):
         `version`. Requests in flight go on, and their later tokens carry the new version."""
         ...
 
+    async def load_adapter(self, path: str, version: int) -> None:
+        """Sample with the LoRA adapter in a folder of peft's form from now on, in place of the one before; else like
+        `load_weights`, which may come before it but not after. The engine was started for one of that rank."""
+        ...
+
     async def pause(self) -> None:
         """Stop sampling, keeping requests in flight where they are."""
         ...

@@ -38,6 +38,9 @@ class EngineClient:
     async def load_weights(self, path: str, version: int) -> None:
         await self._handle.call("load_weights", path, version)
 
+    async def load_adapter(self, path: str, version: int) -> None:
+        await self._handle.call("load_adapter", path, version)
+
     async def pause(self) -> None:
         await self._handle.call("pause")
 

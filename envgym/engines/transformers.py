@@ -10,6 +10,7 @@ import asyncio
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class TransformersEngine:
     """Implements `envgym.engines.base.Engine`; takes the arguments of `VLLMEngine`.
 
     `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
-    and a request with a seed has a generator of its own.
+    and a request with a seed has a generator of its own. Nor does `lora_rank`: an adapter of any rank can be loaded.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TransformersEngine:
         max_model_len: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        lora_rank: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)
@@ -88,6 +90,7 @@ class TransformersEngine:
         self._end_tokens = end_tokens(config, model)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._version = 0
+        self._has_adapter = False
         self._waiting: list[Sample] = []
         self._sampling: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -116,10 +119,28 @@ class TransformersEngine:
         return [float(x) for x in logprobs.gather(1, ids[0, 1:, None])[:, 0]]
 
     async def load_weights(self, path: str, version: int) -> None:
+        if self._has_adapter:
+            raise WorkerError("an engine that has an adapter takes no other weights")
         tied = bool(self._model.config.get_text_config().tie_word_embeddings)
         missing, unexpected = self._model.load_state_dict(dict(read_weights(path, tied=tied)), strict=False)
         if missing or unexpected:
             raise WorkerError(f"{path!r} does not hold this model's weights: {[*missing, *unexpected][:3]}")
+        self._version = version
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        import peft
+        from safetensors.torch import load_file
+
+        if not self._has_adapter:
+            peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(path), self._model)
+            self._model.eval()
+            self._has_adapter = True
+        tensors = load_file(Path(path, "adapter_model.safetensors"))
+        result = peft.set_peft_model_state_dict(
+            self._model, {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        )
+        if result.unexpected_keys:
+            raise WorkerError(f"{path!r} holds no adapter of this model: {result.unexpected_keys[:3]}")
         self._version = version
 
     async def pause(self) -> None:

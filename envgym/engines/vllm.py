@@ -1,4 +1,4 @@
-"""vLLM as the engine, inside the process that hosts it. The one module in contact with vLLM.
+"""vLLM as the engine, inside the process that hosts it. The one module in contact with vLLM, but for `one_adapter`.
 
 Written against vLLM 0.32; the calls used here are the same in the range below. CPU and GPU builds run the same
 code: the platform decides only defaults, and `engine_args` overrides every one of them.
@@ -38,6 +38,7 @@ class VLLMEngine:
     max_model_len  context length in tokens, prompt and answer together; None takes the model's
     deterministic  the same requests in the same order give the same bits: prompts are never cut into chunks and
                    no key or value computed for another request is used again
+    lora_rank      the largest rank of adapters that will be loaded; 0: none will be
     engine_args    any argument of vLLM's `EngineArgs`
 
     Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
@@ -52,6 +53,7 @@ class VLLMEngine:
         max_model_len: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        lora_rank: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)
@@ -63,7 +65,9 @@ class VLLMEngine:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._version = _import_vllm()
-        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, dict(engine_args or {}))
+        arguments = dict(engine_args or {})
+        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, arguments)
+        self._adapter: Any = None
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
         self._end_tokens = end_tokens(config.hf_config, model)
@@ -133,9 +137,23 @@ class VLLMEngine:
 
     async def load_weights(self, path: str, version: int) -> None:
         self._check()
+        if self._adapter is not None:
+            raise WorkerError("an engine that has an adapter takes no other weights")
         self._engine.collective_rpc("load_file", args=(path,))
-        # Requests in flight are computed anew from their tokens, so that nothing sampled from now on rests on keys
-        # and values of the old weights, and its log-probabilities are exactly the new policy's.
+        self._begin_version(version)
+
+    async def load_adapter(self, path: str, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._check()
+        # Under the number of the one before, so that requests in flight go on with the new one.
+        self._engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
+        self._adapter = LoRARequest("policy", 1, path)
+        self._begin_version(version)
+
+    def _begin_version(self, version: int) -> None:
+        """Requests in flight are computed anew from their tokens, so that nothing sampled from now on rests on keys
+        and values of the old weights, and its log-probabilities are exactly the new policy's."""
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
 
@@ -165,7 +183,7 @@ class VLLMEngine:
     async def _run(self, name: str, prompt: dict[str, Any], sampling: Any) -> Any:
         """Hand one request to vLLM and wait for its only output."""
         self._check()
-        self._engine.add_request(name, prompt, sampling)
+        self._engine.add_request(name, prompt, sampling, lora_request=self._adapter)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         if self._stepping is None or self._stepping.done():
@@ -228,8 +246,30 @@ def _import_vllm() -> str:
     return str(vllm.__version__)
 
 
+def _lora_arguments(rank: int) -> dict[str, Any]:
+    """What vLLM is told to take one adapter of up to `rank`, for which it has sizes of its own."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        type(current_platform).get_punica_wrapper = classmethod(lambda _: "envgym.engines.one_adapter.OneAdapter")
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(size for size in get_args(MaxLoRARanks) if size >= rank),
+    }
+
+
 def _build(
-    model: str, dtype: str, max_model_len: int | None, seed: int, deterministic: bool, engine_args: dict[str, Any]
+    model: str,
+    dtype: str,
+    max_model_len: int | None,
+    seed: int,
+    deterministic: bool,
+    lora_rank: int,
+    engine_args: dict[str, Any],
 ) -> Any:
     """Make vLLM's engine, or raise one line that says why it cannot be made."""
     import dataclasses
@@ -267,6 +307,8 @@ def _build(
     if cpu and settings["enforce_eager"]:
         # vLLM still compiles one small function of its sampler: seconds of g++ for nothing that can be measured.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if lora_rank:
+        settings = _lora_arguments(lora_rank) | settings
     try:
         from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
 

@@ -1,0 +1,178 @@
+"""LoRA inside a worker: an adapter on a frozen model, which learns alone, is switched off, taken out and merged.
+
+All contact with peft and bitsandbytes. Both are imported where they are used: they are optional.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from envgym import weights
+from envgym.errors import ConfigError, missing_package
+from envgym.lora import LoraConfig
+
+from . import zero
+
+NAME = "default"
+"""What peft calls the adapter in the names of modules and parameters."""
+PREFIX = "base_model.model."
+"""What every name in peft's files begins with."""
+CONFIG_FILE, WEIGHTS_FILE, ORIGIN_FILE = "adapter_config.json", "adapter_model.safetensors", "envgym.json"
+
+
+class Adapter:
+    """The adapter that `Adapter(model, settings, …)` puts on a Hugging Face model, which is frozen but for it.
+
+    A scalar head is new or not the base's business: it learns in full, beside the adapter (`modules_to_save`).
+    Raises `EnvgymError` where peft is not installed or no layer has a name that ends as `targets` say.
+    """
+
+    def __init__(self, model: Any, settings: LoraConfig, *, base: str, head: Literal["lm", "scalar"]) -> None:
+        try:
+            import peft
+        except ImportError as error:
+            raise missing_package(error.name or "peft", "lora", "lora.rank") from None
+        heads = _modules_beside_the_base(model) if head == "scalar" else []
+        self.model = model
+        self._quantize = settings.quantize
+        self._config = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=settings.targets,
+            exclude_modules=heads or None,
+            modules_to_save=heads or None,
+            task_type="CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
+            base_model_name_or_path=base,
+            inference_mode=False,
+        )
+        embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+        try:
+            peft.inject_adapter_in_model(self._config, model, NAME)
+        except ValueError as error:
+            raise ConfigError(f"lora.targets={settings.targets}: {' '.join(str(error).split())[:300]}") from None
+        self._layers = {
+            name: part for name, part in model.named_modules() if isinstance(part, peft.tuners.lora.LoraLayer)
+        }
+        if any(layer.base_layer in embeddings for layer in self._layers.values() if layer.base_layer is not None):
+            raise ConfigError(
+                "lora.targets: the embedding and the head cannot have an adapter, only linear layers within"
+            )
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it the model is its base, bit for bit. What is trainable stays so, and parameters are used in the
+        same order: partitioned ones are gathered in the order they were first used in."""
+        for layer in self._layers.values():
+            layer.set_scale(NAME, 0.0)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.set_scale(NAME, 1.0)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter, whole, under the names of peft's files. Ranks must call it together."""
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name or f".modules_to_save.{NAME}." in name:
+                with zero.gathered(parameter):
+                    yield PREFIX + _plain(name), parameter.detach().cpu().clone()
+
+    def write(self, folder: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a folder in peft's form with what `tensors` gave."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self._config.save_pretrained(str(path))
+        weights.write(path / WEIGHTS_FILE, tensors)
+        if self._quantize != "none":
+            (path / ORIGIN_FILE).write_text(json.dumps({"quantize": self._quantize}) + "\n")
+
+    def parameters(self, *, merged: bool, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, whole, under the names they had without an adapter: with the adapter added to them
+        (`merged`), or as they were. Those in 4 bits come in the number format they are computed with. Ranks must call
+        it together."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
+            if ".lora_" in name or ".original_module." in name:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            layer = self._layers.get(owner.removesuffix(".base_layer")) if leaf == "weight" else None
+            factors = [] if layer is None else [layer.lora_A[NAME].weight, layer.lora_B[NAME].weight]
+            with ExitStack() as stack:
+                for part in (parameter, *factors):
+                    stack.enter_context(zero.gathered(part))
+                tensor = whole(parameter)
+                if merged and layer is not None:
+                    tensor = (tensor.float() + layer.get_delta_weight(NAME).float()).to(tensor.dtype)
+                yield _plain(name), tensor.cpu().clone() if hasattr(parameter, "ds_id") else tensor
+
+
+def quantization(dtype: torch.dtype) -> Any:
+    """What `from_pretrained` is given for a model in 4 bits that computes in `dtype`.
+
+    Raises `EnvgymError` where the library is missing or has no build for this machine.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise missing_package(error.name or "bitsandbytes", "qlora", "lora.quantize=4bit") from None
+    except Exception as error:  # its native library fails in many ways
+        raise ConfigError(f"lora.quantize=4bit: bitsandbytes does not work here: {error}") from None
+    import transformers
+
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def tame_quantized(model: Any) -> None:
+    """Let a model in 4 bits compute the same in every pass, and be saved as the ordinary model that it then is.
+
+    On a CPU with bfloat16 instructions bitsandbytes repacks weights in the first pass without gradients, and from
+    then on computes in bfloat16 whatever was asked for: what is scored would not be what is learned from.
+    """
+    for part in model.modules():
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
+    del model.config.quantization_config
+    model.hf_quantizer = None
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter's numbers; those kept in 4 bits are computed from them."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    import bitsandbytes
+
+    numbers: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
+    return numbers
+
+
+def n_numbers(parameter: torch.nn.Parameter) -> int:
+    """How many numbers a parameter stands for, wherever they are and however they are kept."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return math.prod(state.shape)
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what peft put in it."""
+    for part in (f".modules_to_save.{NAME}.", f".{NAME}.", ".base_layer."):
+        name = name.replace(part, ".")
+    return name
+
+
+def _modules_beside_the_base(model: Any) -> list[str]:
+    names = {name.partition(".")[0] for name, _ in model.named_parameters()}
+    return sorted(names - {model.base_model_prefix})
