@@ -1,0 +1,217 @@
+"""The output layer, asked for the log-probabilities of given tokens instead of for logits.
+
+The logits of all tokens [N, vocabulary] never exist: they are made for a slice of the vocabulary at a time, and made
+again for the backward pass, whose formulas are written out here. Slices of the vocabulary serve better than slices of
+the tokens: each holds whole rows of the weight, whose gradient is then written once, in its own precision, instead of
+being added up over slices. The idea of never keeping the logits is that of E. Wijmans et al., "Cut Your Losses in
+Large-Vocabulary Language Models" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+LOGITS_AT_ONCE = 2**25
+"""Logits that exist at once: 128 MiB in float32, and as much again for what is computed from them."""
+NARROWEST = 1024
+"""Tokens of the vocabulary a slice has at least: with very many rows, narrower matrices would waste the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaling:
+    """What an architecture does to its logits after the output layer: `cap * tanh(scale * logits / cap)`, or without
+    a cap `scale * logits`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Rescaling:
+        """By the names that Hugging Face configs give it."""
+        config = config.get_text_config()
+        scale = 1.0
+        if getattr(config, "logit_scale", None):  # Cohere
+            scale *= config.logit_scale
+        if getattr(config, "logits_scaling", None):  # Granite
+            scale /= config.logits_scaling
+        return cls(scale, getattr(config, "final_logit_softcapping", None) or None)  # Gemma
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+class ScoringHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
+    """A linear output layer that says what tokens are worth. It is called as a module, once a micro-batch, so that
+    DeepSpeed finds its weight in use where it expects to."""
+
+    rescaling: Rescaling
+
+    @classmethod
+    def of(cls, head: nn.Linear, rescaling: Rescaling) -> ScoringHead:
+        """Turn `head` itself into one: parameters, hooks and its place in the model stay."""
+        head.__class__ = cls
+        assert isinstance(head, cls)
+        head.rescaling = rescaling
+        return head
+
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, entropy: bool, graph: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """[N] log-probabilities of `targets`, in nats, and if `entropy` the entropies of what they were drawn from.
+
+        hidden [N, hidden size] in the weight's dtype, targets [N] int64, temperatures [N] that divide the logits.
+        Logits are computed in the weight's dtype; from there on float32 counts (float64 for a weight in float64).
+        Entropies are part of the graph only if `graph`.
+        """
+        scored: tuple[torch.Tensor, ...] = _Score.apply(
+            hidden,
+            self.weight,
+            self.bias,
+            targets,
+            temperatures,
+            self.rescaling,
+            entropy,
+            graph,
+            torch.is_grad_enabled(),
+        )
+        return scored
+
+
+class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """With z the logits, L = log sum exp z and H the entropy, for a token y: log p = z_y - L and H = L - sum p z, so
+    d log p / dz = 1_y - p and dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        rescaling: Rescaling,
+        entropy: bool,
+        graph: bool,
+        learns: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
+        divide = bool((temperatures != 1).any())
+        vocabulary = _Vocabulary(hidden, weight, bias, targets, temperatures, rescaling, divide)
+        taken = torch.zeros_like(temperatures)
+        total = torch.full_like(temperatures, -math.inf)  # log sum exp of the slices so far
+        mean = torch.zeros_like(temperatures)  # sum p z, likewise
+        keep = learns and len(vocabulary.slices) == 1  # then nothing is computed twice
+        for part in vocabulary.slices:
+            logits = vocabulary.logits(part)
+            taken += vocabulary.at_targets(logits, part)
+            largest = logits.amax(1)
+            powers = (logits - largest[:, None] if keep or entropy else logits.sub_(largest[:, None])).exp_()
+            own_sum = powers.sum(1)
+            own_total = largest + own_sum.log()
+            new_total = torch.logaddexp(total, own_total)
+            if entropy:
+                own_mean = powers.mul_(logits).sum(1) / own_sum
+                mean = mean * (total - new_total).exp() + own_mean * (own_total - new_total).exp()
+            total = new_total
+        ctx.vocabulary, ctx.total, ctx.graph = vocabulary, total, entropy and graph
+        ctx.logits = logits if keep else None
+        if not entropy:
+            return (taken - total,)
+        entropies = total - mean
+        if graph:
+            ctx.entropies = entropies.clone()  # not the output itself, which would hold on to its own graph
+        else:
+            ctx.mark_non_differentiable(entropies)
+        return taken - total, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropies: torch.Tensor | None = None) -> tuple[Any, ...]:
+        vocabulary, rescaling = ctx.vocabulary, ctx.vocabulary.rescaling
+        hidden, weight = vocabulary.hidden, vocabulary.weight
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # The factor between a logit and what is made of it, once for each row instead of for each logit.
+        of_logprobs = of_logprobs / vocabulary.temperatures * rescaling.scale
+        if ctx.graph:
+            assert of_entropies is not None
+            of_entropies = of_entropies / vocabulary.temperatures * rescaling.scale
+        d_hidden = torch.zeros_like(hidden, dtype=of_logprobs.dtype) if wants_hidden else None
+        d_weight = torch.empty_like(weight) if wants_weight else None
+        d_bias = torch.empty_like(vocabulary.bias) if wants_bias else None
+        for part in vocabulary.slices:
+            logits = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
+            ctx.logits = None  # overwritten below
+            slope = None
+            if rescaling.cap is not None:
+                slope = 1 - (logits * (vocabulary.temperatures / rescaling.cap)[:, None]).square()
+            logits.sub_(ctx.total[:, None])  # now log p
+            if ctx.graph:
+                factor = (logits + ctx.entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
+                gradient = logits.exp_().mul_(factor)
+                del factor
+            else:
+                gradient = logits.exp_().mul_(-of_logprobs[:, None])
+            vocabulary.add_at_targets(gradient, part, of_logprobs)
+            if slope is not None:
+                gradient.mul_(slope)
+            if d_bias is not None:
+                d_bias[part] = gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            if d_hidden is not None:
+                if weight.dtype == d_hidden.dtype:
+                    d_hidden.addmm_(gradient, weight[part])
+                else:
+                    d_hidden += gradient @ weight[part]
+            if d_weight is not None:
+                torch.mm(gradient.t(), hidden, out=d_weight[part])
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The output layer as slices of the vocabulary, and how `targets` lie in them."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    temperatures: torch.Tensor
+    rescaling: Rescaling
+    divide: bool
+    """Whether any temperature is not 1."""
+
+    @property
+    def slices(self) -> list[slice]:
+        size, rows = len(self.weight), max(1, len(self.targets))
+        width = max(NARROWEST, LOGITS_AT_ONCE // rows)
+        return [slice(start, min(start + width, size)) for start in range(0, size, width)]
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """[N, width], a tensor of its own: rescaled and divided by the temperatures."""
+        bias = None if self.bias is None else self.bias[part]
+        logits = nn.functional.linear(self.hidden, self.weight[part], bias)
+        logits = self.rescaling(logits.to(self.temperatures.dtype))
+        return logits.div_(self.temperatures[:, None]) if self.divide else logits
+
+    def at_targets(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """[N] the targets' logits, 0 for those in other slices."""
+        columns, inside = self._columns(part)
+        return logits.gather(1, columns[:, None]).squeeze(1).where(inside, 0.0)
+
+    def add_at_targets(self, gradient: torch.Tensor, part: slice, values: torch.Tensor) -> None:
+        """Add `values` [N] where the targets are."""
+        columns, inside = self._columns(part)
+        rows = torch.arange(len(columns), device=columns.device)
+        gradient[rows, columns] += values.where(inside, 0.0)
+
+    def _columns(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = self.targets - part.start
+        inside = (columns >= 0) & (columns < part.stop - part.start)
+        return columns.where(inside, 0), inside
