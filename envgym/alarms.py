@@ -98,7 +98,7 @@ ALARMS = (
     Alarm(
         "entropy_collapse",
         "policy/entropy",
-        below(0.01, steps=5),
+        below(0.005, steps=5),
         "the policy's entropy is down to {value:.2g} nats a token: it says the same whatever the reward, and will not "
         "find anything better; try a lower learner.lr, a higher learner.clip_high or some learner.entropy_coef",
     ),
