@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from envgym.errors import EnvgymError
 
+from .sequence_parallel import Slices
+
 LOGITS_PER_CHUNK = 2**25
 """Logits that exist at once: 128 MiB in float32 (and as much again for their softmax)."""
 
@@ -24,16 +26,24 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
     `same_chunks`: ranks must call the head equally often (ZeRO-3 gathers its weight at each call).
     `entropy`: entropies are part of the graph; else they are only said.
+    `slices`: the ranks that share the tokens of each row; all of them answer for all tokens.
     """
 
     def __init__(
-        self, model: nn.Module, head: Literal["lm", "scalar"], *, same_chunks: bool = False, entropy: bool = False
+        self,
+        model: nn.Module,
+        head: Literal["lm", "scalar"],
+        *,
+        same_chunks: bool = False,
+        entropy: bool = False,
+        slices: Slices | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.head = head
         self.same_chunks = same_chunks
         self.entropy = entropy
+        self.slices = slices or Slices()
 
     def forward(
         self, token_ids: torch.Tensor, wanted: torch.Tensor, temperatures: torch.Tensor
@@ -45,16 +55,17 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         are 0. `temperatures` [B, T] divide the logits that predict each token. With a scalar head all values come
         and both are ignored.
         """
+        length = token_ids.shape[1]
         if self.head == "scalar":
-            values: torch.Tensor = self.model(input_ids=token_ids, use_cache=False).logits
-            return (values.squeeze(-1).float(),)
-        hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-        wanted = wanted.clone()
-        wanted[:, 0] = False
-        predictors = hidden[:, :-1][wanted[:, 1:]]  # the state at t - 1 predicts token t
-        numbers = self._in_chunks(predictors, token_ids[wanted], temperatures[wanted])
-        zeros = torch.zeros(token_ids.shape, device=hidden.device)
-        return tuple(zeros.masked_scatter(wanted, number) for number in numbers)
+            values: torch.Tensor = self.slices.answer(self.model, token_ids).logits
+            return (self.slices.join(values.squeeze(-1).float(), length),)
+        hidden = self.slices.answer(self.model.base_model, token_ids).last_hidden_state
+        # the state at t - 1 predicts token t
+        targets, asked, scales = (self.slices.own(whole, ahead=1) for whole in (token_ids, wanted, temperatures))
+        numbers = self._in_chunks(hidden[asked], targets[asked], scales[asked])
+        zeros = torch.zeros(asked.shape, device=hidden.device)
+        said = self.slices.join(torch.stack([zeros.masked_scatter(asked, number) for number in numbers], 2), length)
+        return tuple(nn.functional.pad(said[:, :-1], (0, 0, 1, 0)).unbind(2))
 
     def _in_chunks(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
