@@ -1,10 +1,15 @@
 """What many tests share: a small Qwen3 policy with random weights, and a byte-level tokenizer that merges."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Threads that wait must sleep: spinning, on a machine that is busy, made a worker test of ten seconds one of minutes.
+# Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("envgym", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("envgym")
