@@ -28,6 +28,11 @@ class CorrectionConfig(BaseModel):
     high: float = Field(5.0, gt=0, validate_default=True)
     """What w may be at most."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether it may leave tokens out."""
+        return self.kind in ("icepop", "seq_mask_tis")
+
     @field_validator("high")
     @classmethod
     def _above_low(cls, high: float, info: ValidationInfo) -> float:
@@ -49,8 +54,8 @@ def correction(
     [B, T], above 0 where a token counts; episodes [B]. The factor is 0 where a token is not kept.
 
     Sources: `tis` F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
-    `icepop` Ling Team, "Every Step Evolves" (2025); the mask of sequences J. Liu et al., "When Speed Kills Stability"
-    (2025).
+    `icepop` X. Zhao et al., "Small Leak Can Sink a Great Ship" (2025); the geometric mean that decides on sequences
+    J. Liu et al., "When Speed Kills Stability" (2025).
     """
     import torch
 

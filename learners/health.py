@@ -35,7 +35,7 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ke
     if not count:
         return {}
     metrics = {name: (total, count) for name, total in zip(means, sums, strict=True)}
-    clipped = metrics["policy/clip_fraction/low"][0] + metrics["policy/clip_fraction/high"][0]
+    clipped = metrics["policy/clip_fraction_low"][0] + metrics["policy/clip_fraction_high"][0]
     return metrics | {
         "policy/clip_fraction": (clipped, count),
         "policy/ratio/max": (largest, 1.0),

@@ -16,7 +16,7 @@ def normalised(groups: Sequence[Sequence[Steps]], scope: Scope) -> list[list[Ste
     """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group by itself.
 
     `groups` holds for each group the advantages [n] of each episode. The standard deviation is that of the tokens
-    themselves (biased); equal advantages become exactly 0. Source: J. Hu, "REINFORCE++" (2025), eq. 9.
+    themselves (biased); equal advantages become exactly 0. Source: J. Hu et al., "REINFORCE++" (2025).
     """
     if scope == "none":
         return [list(group) for group in groups]

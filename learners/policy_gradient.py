@@ -27,6 +27,7 @@ from .time_line import TimeLine
 if TYPE_CHECKING:
     import torch
 
+    from .policy_loss import Loss
     from .returns import Steps
 
 Aggregation = Literal["token", "sequence", "constant"]
@@ -166,8 +167,11 @@ class PolicyGradient(Learner):
 
         old = torch.from_numpy(line.read("actor" if self.config.scores_actor else "old_logprobs"))
         reference = torch.from_numpy(line.read("reference"))
-        paid: Steps = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator).numpy()
-        return paid
+        paid = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator)
+        if self.config.correction.drops:  # what is not a number there is dropped, and must not reach other tokens
+            paid = torch.where(old.isfinite(), paid, 0.0)
+        steps: Steps = paid.numpy()
+        return steps
 
     def _finish(self, rows: Sequence[LearnRow]) -> None:
         """Make an episode's rows what the loss reads."""
@@ -197,15 +201,14 @@ class PolicyGradient(Learner):
     ) -> tuple[torch.Tensor, Metrics]:
         if batch.objective == Objective.CROSS_ENTROPY:
             return self.pretraining_loss(outputs, batch, denominators)
-        return self.policy_loss(outputs, batch, denominators)
+        return self.actor_loss(outputs, batch, denominators)
 
-    def policy_loss(
+    def actor_loss(
         self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
     ) -> tuple[torch.Tensor, Metrics]:
-        """The actor's loss of policy-gradient rows."""
+        """The policy's loss of policy-gradient rows, with entropy bonus and KL where these are asked for."""
         import torch
 
-        config = self.config
         kept, factors, metrics = self._corrected(outputs, batch)
 
         def only(values: torch.Tensor) -> torch.Tensor:
@@ -213,36 +216,34 @@ class PolicyGradient(Learner):
             # the loss nor, through a derivative there, the gradient.
             return torch.where(kept, values, 0.0)
 
-        logprobs, old, advantages = (
-            only(outputs.logprobs),
-            only(self._old(outputs, batch)),
-            only(batch.arrays["advantages"]),
-        )
+        logprobs, old = only(outputs.logprobs), only(self._old(outputs, batch))
         log_ratio = logprobs - old
-        if config.policy_loss == "gspo":
+        if self.config.policy_loss == "gspo":
             log_ratio = sequence_log_ratio(log_ratio, logprobs, only(batch.weights), batch.episodes)
-        if config.policy_loss == "cispo":
-            losses, low, high = cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
-        elif config.policy_loss == "reinforce":
-            losses, low, high = reinforce_loss(logprobs, advantages)
-        else:
-            losses, low, high = clipped_policy_loss(
-                log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip
-            )
+        losses, low, high = self._surrogate(log_ratio, logprobs, only(batch.arrays["advantages"]))
         losses = factors * losses
         entropy = only(outputs.entropy)
-        sums = {"policy/entropy": entropy, "policy/clip_fraction/low": low, "policy/clip_fraction/high": high}
-        if config.entropy_coef > 0:
-            losses = losses - config.entropy_coef * entropy
-        if config.kl.coef > 0:
-            kl = kl_estimate(logprobs, only(batch.arrays["reference"]), config.kl.estimator)
-            sums["policy/kl"] = kl
-            if config.kl.place == "loss":
-                losses = losses + only(batch.arrays.get("kl_coef", torch.full_like(kl, self.kl_coef))) * kl
+        means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}
+        if self.config.entropy_coef > 0:
+            losses = losses - self.config.entropy_coef * entropy
+        if self.config.kl.coef > 0:
+            kl = kl_estimate(logprobs, only(batch.arrays["reference"]), self.config.kl.estimator)
+            means["policy/kl"] = kl
+            if self.config.kl.place == "loss":
+                adaptive = "kl_coef" in batch.arrays
+                losses = losses + (only(batch.arrays["kl_coef"]) if adaptive else self.config.kl.coef) * kl
         total = (batch.weights * losses).sum()
-        metrics |= token_metrics(sums, log_ratio, kept)
+        metrics |= token_metrics(means, log_ratio, kept)
         metrics["loss"] = (float(total.detach()), float(batch.weights.sum()))
         return total / denominators[batch.objective], metrics
+
+    def _surrogate(self, log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> Loss:
+        config = self.config
+        if config.policy_loss == "cispo":
+            return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
+        if config.policy_loss == "reinforce":
+            return reinforce_loss(logprobs, advantages)
+        return clipped_policy_loss(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
 
     def _old(self, outputs: Outputs, batch: RowBatch) -> torch.Tensor:
         if not self.config.recomputes:
@@ -261,14 +262,8 @@ class PolicyGradient(Learner):
             self._old(outputs, batch), batch.old_logprobs, batch.weights, batch.episodes, self.config.correction
         )
         n_counted, n_kept, total = torch.stack([counts.sum(), kept.sum(), factors.sum()]).tolist()
-        return (
-            kept,
-            factors,
-            {
-                "correction/weight": (total, n_kept),
-                "correction/dropped_share": (n_counted - n_kept, n_counted),
-            },
-        )
+        dropped = (n_counted - n_kept, n_counted)
+        return kept, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
 
     def pretraining_loss(
         self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]

@@ -29,7 +29,7 @@ def clipped_policy_loss(
     advantages -max(that, c A).
 
     Sources: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7; separate bounds as in DAPO
-    (Q. Yu et al., 2025, eq. 8); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020), eq. 5. The
+    (Q. Yu et al., 2025); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020). The
     log-ratio is bounded at 20 so that its exponential stays finite.
     """
     import torch
@@ -50,7 +50,7 @@ def sequence_log_ratio(
 
     Its gradient at a token is that of the token's own log-probability, so that advantages may differ from token to
     token; where they do not, the gradient is the sequence ratio's. Source: C. Zheng et al., "Group Sequence Policy
-    Optimization" (2025), eq. 7 and 14.
+    Optimization" (2025), the variant GSPO-token.
     """
     means = episode_means(log_ratio.detach(), weights, episodes)
     return means[:, None] + logprobs - logprobs.detach()
@@ -61,7 +61,7 @@ def cispo_loss(
 ) -> Loss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient, only its weight is bounded.
 
-    Source: MiniMax, "MiniMax-M1" (2025), eq. 4 and 5.
+    Source: MiniMax, "MiniMax-M1" (2025).
     """
     ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
     losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs

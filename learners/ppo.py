@@ -66,7 +66,7 @@ class PPO(PolicyGradient):
         values = line.read("critic", -1)  # the head at t has read token t; the state it was chosen in ends before it
         next_value = 0.0
         if self.config.bootstrap_truncated and line.truncated and len(line):
-            next_value = float(line.read("critic")[-1])
+            next_value = float(line.rows[-1].arrays["critic"][-1])
         rewards = line.step_rewards(by_turn=self.config.credit == "turn") + self.kl_rewards(line)
         advantages = generalised_advantages(
             rewards, values, next_value=next_value, gamma=self.config.gamma, gae_lambda=self.config.gae_lambda
