@@ -170,6 +170,10 @@ class LearnerConfig(BaseModel):
     """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
     optimizer step, and leave it in the run folder as `model_ema/`. 0: none."""
 
+    moe_aux_coef: float = Field(0.0, ge=0)
+    """Weight of the loss that keeps the experts of a mixture of experts equally busy (Switch Transformer, 2021); it is
+    added to the learner's own. A usual value is 0.001."""
+
     @field_validator("freeze")
     @classmethod
     def _regular_expressions(cls, patterns: list[str]) -> list[str]:

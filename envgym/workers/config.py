@@ -32,7 +32,13 @@ class WorkersConfig(BaseModel):
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
     float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Padded tokens that go through the model at once. Smaller saves memory; the gradient is the same."""
+    """Tokens that go through the model at once, padding included. Smaller saves memory; the gradient is the same."""
+    attention: str = "auto"
+    """How attention is computed, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
+    `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
+    packing: bool | Literal["auto"] = "auto"
+    """Rows go through the model end to end instead of padded to the longest. `auto`: with flash kernels, for which that
+    is faster, and models that look at other tokens by attention alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: much less memory for about a third more computing."""
     compile: bool = False
