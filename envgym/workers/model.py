@@ -11,7 +11,7 @@ import math
 import os
 import random
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +21,13 @@ import torch
 from envgym import weights
 from envgym.errors import RunError
 from envgym.learner import Learner, LearnRow, Metrics, Outputs
+from envgym.lora import LoraConfig
 
-from . import zero
+from . import muon, zero
+from .adapter import Adapter, n_numbers, whole
+from .average import MovingAverage
 from .config import WorkersConfig
+from .freezing import freeze
 from .layout import is_silent, micro_batches, pad
 from .metrics import add, mismatch
 from .network import TokenScorer, load_model
@@ -52,6 +56,7 @@ class ModelWorker:
         learner: str | None = None,
         learner_config: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        lora: Mapping[str, Any] | None = None,
         trained: bool = True,
         head: Literal["lm", "scalar"] = "lm",
         rank: int = 0,
@@ -67,10 +72,14 @@ class ModelWorker:
         self.world_size = world_size
         self.seed = seed
         self.settings = WorkersConfig.model_validate(settings or {})
+        self.lora = LoraConfig.model_validate(lora or {})
+        self.adapter: Adapter | None = None
+        """What learns in place of the weights, with `lora.rank`."""
         self.network: Any = None
         self.engine: Any = None
         """DeepSpeed's engine around `network`, or `network` itself where DeepSpeed has nothing to do."""
         self.learner = _make_learner(learner, learner_config or {}) if learner and trained else None
+        self.average: MovingAverage | None = None
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -105,9 +114,19 @@ class ModelWorker:
         config = zero.config(self.settings, learner_config, dtype, self.device)
         if self.trained or partitioned:
             zero.join(address, self.rank, self.world_size, self.device)
-        model = load_model(self.model_name, self.head, dtype)
+            zero.check(self.settings, dtype, self.device)
+        # Partitioned parameters come from rank 0, which alone has to hold all of them for a while.
+        empty = partitioned and self.rank > 0
+        model = load_model(self.model_name, self.head, dtype, empty=empty, quantize=self.lora.quantize)
+        if self.lora.rank:
+            self.adapter = Adapter(model, self.lora, base=self.model_name, head=self.head)
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.learner is not None:
+            roles = self.learner.roles
+            first = next(name for name, spec in roles.items() if spec.trained)
+            # One list of names serves all trained models: a critic may lack the policy's head.
+            freeze(model, self.learner.config.freeze, strict=self.role == first)
         role = self.learner.roles.get(self.role) if self.learner else None
         self.network = TokenScorer(
             model,
@@ -116,16 +135,20 @@ class ModelWorker:
             entropy=role is not None and role.entropy,
         )
         if self.trained or partitioned:
-            self.engine = zero.engine(self.network, config)
+            self.engine = zero.engine(self.network, config, self.device, self._optimizer())
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
+        if learner_config and learner_config.ema_decay and self.role == "actor":
+            where = torch.device("cpu") if self.settings.offload_optimizer else self.device
+            self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, where)
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        """What this rank is: parameters (of the whole model), device, ZeRO stage, rank."""
+        """What this rank is: parameters (of the whole model) and those that learn, device, ZeRO stage, rank."""
         return {
             "role": self.role,
-            "n_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.network.parameters()),
+            "n_parameters": sum(n_numbers(p) for p in self.network.parameters()),
+            "n_trained": sum(n_numbers(p) for p in self.network.parameters() if p.requires_grad),
             "device": str(self.device),
             "dtype": str(next(self.network.parameters()).dtype).removeprefix("torch."),
             "zero_stage": self.settings.zero_stage,
@@ -139,6 +162,13 @@ class ModelWorker:
         self.engine = self.network = None
 
     # -- scoring and learning -----------------------------------------------------------------------------
+
+    def forward_base(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+        """`forward` of the model without its adapter: as it was before it learned."""
+        assert self.adapter is not None
+        with self.adapter.off():
+            scores: list[FloatArray] = self.forward(rows)
+        return scores
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
@@ -175,13 +205,24 @@ class ModelWorker:
         return total
 
     def step(self, lr: float) -> dict[str, float]:
-        """Take the optimizer step for what was accumulated. Returns the gradient's global norm before clipping."""
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+        """Take the optimizer step for what was accumulated.
+
+        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only knows that
+        of its orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 where it overflowed, the step
+        was not taken and there is no norm.
+        """
+        assert self.learner is not None
+        zero.set_learning_rate(self.engine, lr)
+        scale = zero.loss_scale(self.engine)
         norm = zero.take_step(self.engine)
+        metrics = {} if scale is None else {"loss_scale": scale, "overflow": float(norm is None)}
+        if norm is None:
+            return metrics
         if not math.isfinite(norm):
             raise RunError(f"the gradient of {self.role} is not finite: lower learner.lr, or look at the rewards")
-        return {"grad_norm": norm}
+        if self.average is not None:
+            self.average.update()
+        return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     def _loss(self, rows: list[LearnRow], denominators: Mapping[str, float]) -> tuple[torch.Tensor, Metrics]:
         """A micro-batch's share of the step's loss, over all its objectives."""
@@ -238,22 +279,51 @@ class ModelWorker:
     def export(self, path: str) -> None:
         """Write all parameters under their Hugging Face names to a safetensors file (rank 0 does).
 
-        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it.
+        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
+        is left out: it is a file of its own.
         """
-        tensors = dict(self._parameters(remove_duplicate=False))
+        tensors = dict(self._parameters(remove_duplicate=False, merged=False))
         if self.rank == 0:
             weights.write(path, tensors)
 
+    def export_adapter(self, folder: str) -> None:
+        """Write the adapter as a folder in peft's form (rank 0 does)."""
+        assert self.adapter is not None
+        tensors = dict(self.adapter.tensors())
+        if self.rank == 0:
+            self.adapter.write(folder, tensors)
+
     def save(self, folder: str) -> None:
-        """Write a Hugging Face model folder (without the tokenizer). Rank 0 writes."""
+        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes."""
         tensors = dict(self._parameters(remove_duplicate=True))
+        if self.rank == 0:
+            self.network.model.save_pretrained(folder, state_dict=tensors)
+
+    def save_average(self, folder: str) -> None:
+        """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
+        own number format. Rank 0 writes."""
+        assert self.average is not None
+        tensors = {}
+        for name, parameter in self.network.model.named_parameters():
+            if name in self.average:
+                whole = self.average.whole(name, self.device)
+            else:
+                with zero.gathered(parameter):
+                    whole = parameter.detach().clone()
+            if self.rank == 0:
+                tensors[name] = whole.to("cpu", parameter.dtype)
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
     def save_state(self, folder: str) -> None:
         """Write weights, optimizer and random states, exactly. Every rank writes its own part."""
-        self.engine.save_checkpoint(folder, tag="deepspeed", save_latest=False)
-        state = {"world_size": self.world_size, "random": _random_states()}
+        frozen_too = self.adapter is None  # an adapter's base is where the run found it
+        self.engine.save_checkpoint(
+            folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
+        )
+        state: dict[str, Any] = {"world_size": self.world_size, "random": _random_states()}
+        if self.average is not None:
+            state["average"] = self.average.state()
         torch.save(state, Path(folder, f"rank-{self.rank}.pt"))
 
     def load_state(self, folder: str) -> None:
@@ -267,15 +337,31 @@ class ModelWorker:
                 f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
                 f"set workers.ranks={state['world_size']}"
             )
-        self.engine.load_checkpoint(folder, tag="deepspeed")
+        self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
+        if self.average is not None:
+            if "average" not in state:
+                raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
+            self.average.load_state(state["average"])
         _set_random_states(state["random"])
 
-    def _parameters(self, *, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters, one at a time; on ranks other than 0 only as often as gathering needs them."""
+    def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters, one at a time; on ranks other than 0 only as often as gathering needs them. `merged`: with
+        the adapter added to them, where there is one."""
+        if self.adapter is not None:
+            named = self.adapter.parameters(lambda _, p: whole(p), merged=merged, remove_duplicate=remove_duplicate)
+            yield from (pair for pair in named if self.rank == 0)
+            return
         for name, parameter in self.network.model.named_parameters(remove_duplicate=remove_duplicate):
             with zero.gathered(parameter):
                 if self.rank == 0:
                     yield name, parameter.detach().cpu().clone() if hasattr(parameter, "ds_id") else parameter.detach()
+
+    def _optimizer(self) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
+        """What makes the optimizer, where DeepSpeed's JSON does not name it."""
+        if self.learner is None or self.learner.config.optimizer != "muon":
+            return None
+        muon.mark(self.network.model)
+        return muon.optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
 
     def _seed_generators(self) -> None:
         random.seed(self.seed)

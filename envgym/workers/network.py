@@ -111,12 +111,14 @@ def _rescaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
     return logits
 
 
-def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype) -> nn.Module:
+def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
     """Load a Hugging Face model from a folder or a hub id.
 
-    A scalar head missing from the checkpoint is drawn from the global generator. Raises `EnvgymError` in one line.
+    A scalar head missing from the checkpoint is drawn from the global generator. `empty`: parameters hold whatever
+    memory they fall on, which costs none until it is written to. Raises `EnvgymError` in one line.
     """
     import transformers
+    from transformers.initialization import no_init_weights
 
     path = Path(name).expanduser()
     if path.is_dir():
@@ -134,7 +136,15 @@ def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype) -> 
             factory = transformers.AutoModelForTokenClassification
             config.num_labels = 1
             config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
-        model: nn.Module = factory.from_pretrained(name, config=config, dtype=dtype, attn_implementation="sdpa")
+        options = {"config": config, "dtype": dtype, "attn_implementation": "sdpa"}
+        model: nn.Module
+        if empty:
+            with no_init_weights():
+                model = factory.from_config(**options)
+            model.tie_weights()
+            model.eval()  # as `from_pretrained` leaves it
+        else:
+            model = factory.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if path.is_dir():

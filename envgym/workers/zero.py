@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from envgym.errors import RunError
+from envgym.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -103,21 +103,99 @@ def join(address: str | None, rank: int, world_size: int, device: torch.device) 
     _library().init_distributed(verbose=False)
 
 
-def engine(network: torch.nn.Module, json: Mapping[str, Any]) -> Any:
-    """DeepSpeed's engine around the network, with an optimizer where the JSON names one."""
+def check(settings: WorkersConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for what this device cannot do."""
+    _library()
+    from deepspeed.accelerator import get_accelerator
+
+    if dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(f"workers.dtype=float16 does not work on this {device.type.upper()}: use bfloat16 or float32")
+    if settings.compile and device.type != "cuda":
+        raise ConfigError("workers.compile (DeepCompile) needs a GPU, and there is none: leave it off")
+
+
+def engine(
+    network: torch.nn.Module,
+    json: Mapping[str, Any],
+    device: torch.device,
+    optimizer: Callable[[Sequence[torch.nn.Parameter]], Any] | None = None,
+) -> Any:
+    """DeepSpeed's engine around the network, with an optimizer where the JSON names one or `optimizer` makes one."""
+    library = _library()
+    if json["zero_optimization"]["stage"] == 3 and "tensor_parallel" not in json:
+        # Parameter by parameter, from rank 0's: `initialize` would first move all of the model to each GPU.
+        library.zero.Init(module=network, config_dict_or_path=dict(json))
+        for buffer in network.buffers():
+            buffer.data = buffer.data.to(device)
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    parameters = trainable if "optimizer" in json else None
-    wrapped, *_ = _library().initialize(model=network, model_parameters=parameters, config=dict(json))
+    parameters = trainable if optimizer or "optimizer" in json else None
+    wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
+    if json.get("compile", {}).get("deepcompile"):
+        wrapped.compile()
     return wrapped
 
 
-def take_step(engine: Any) -> float:
-    """Clip, step and clear the gradients. Returns the global gradient norm before clipping."""
+def set_learning_rate(engine: Any, lr: float) -> None:
+    """Set the learning rate of the next step, in each group of parameters by its `lr_scale` where it has one."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def take_step(engine: Any) -> float | None:
+    """Clip, step and clear the gradients. Returns the global gradient norm before clipping.
+
+    None where float16 overflowed: then the step is not taken, and the next one is tried at half the loss scale.
+    Raises `RunError` where that cannot get smaller.
+    """
     norm = None
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # not one of DeepSpeed's, which keep the norm
         norm = torch.nn.utils.get_total_norm(p.grad for p in engine.module.parameters() if p.grad is not None)
-    engine.step()
+    try:
+        engine.step()
+    except Exception as error:
+        if "loss scale already at minimum" in str(error):
+            raise RunError("float16 overflows at the smallest loss scale too: set workers.dtype=bfloat16") from None
+        raise
+    if engine.fp16_enabled() and engine.optimizer.overflow:
+        return None
     return float(engine.get_global_grad_norm() if norm is None else norm)
+
+
+def loss_scale(engine: Any) -> float | None:
+    """What float16's losses are multiplied by; None for other formats."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+
+
+def own_part(parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """The float32 weights of a parameter that this rank's optimizer steps, flat, and where in it they begin.
+
+    None where it steps none of them. A view, good until the next step.
+    """
+    if hasattr(parameter, "ds_id"):  # ZeRO 3: the last rank's share may be longer than what is left for it
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        share = safe_get_local_fp32_param(parameter)
+        start = torch.distributed.get_rank(parameter.ds_process_group) * share.numel()
+        return share[: max(0, parameter.ds_numel - start)], start
+    if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2
+        fragment = parameter._hp_mapping
+        return (None, 0) if fragment is None else (fragment.hp_fragment, fragment.lp_fragment_address.start)
+    return parameter.data.reshape(-1), 0
+
+
+def joined(parameter: torch.nn.Parameter, part: torch.Tensor | None, start: int, device: torch.device) -> torch.Tensor:
+    """Put together on `device` what ranks hold in place of their `own_part`, in the parameter's shape, float32. Ranks
+    must call together."""
+    partitioned = hasattr(parameter, "ds_id")
+    if not partitioned and not hasattr(parameter, "_hp_mapping"):
+        assert part is not None
+        return part.to(device).view(parameter.shape)
+    shape = parameter.ds_shape if partitioned else parameter.shape
+    whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+    if part is not None:
+        whole[start : start + len(part)] = part
+    torch.distributed.all_reduce(whole, group=parameter.ds_process_group if partitioned else parameter._dp_group)
+    return whole.view(shape)
 
 
 def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
