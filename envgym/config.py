@@ -259,7 +259,7 @@ class RunConfig(Section):
 
     recipe: str = DEFAULT_RECIPE
     """Shipped recipe or YAML file the settings start from."""
-    name: str | None = Field(None, pattern=r"^[\w.-]+$")
+    name: str | None = Field(None, pattern=r"^[\w.+-]+$")
     """Run folder within `runs_dir`; by default made from the environment, the learner and the time."""
     runs_dir: str = "runs"
     """Where run folders are made."""

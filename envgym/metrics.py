@@ -98,6 +98,25 @@ def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]
     return rates
 
 
+def computing_metrics(
+    info: Mapping[str, Any], rows: Sequence[LearnRow], ranks: int, seconds: float
+) -> dict[str, float]:
+    """What a role's devices computed of its model while they learned from `rows` for `seconds`: `tflops`, 10^12
+    floating-point operations a second and device, and `mfu`, their share of what the device could do at most.
+
+    `info` is the worker's: (a, b) of `flops_per_token`, by which a sequence of T tokens takes a T + b T^2 operations,
+    and `peak_flops` of a device. Empty where the first is not known, without `mfu` where the second is not. Source of
+    MFU: A. Chowdhery et al., "PaLM" (2022), section 4.1.
+    """
+    if info.get("flops_per_token") is None:
+        return {}
+    a, b = info["flops_per_token"]
+    lengths = [len(row.token_ids) for row in rows]
+    flops = sum(a * length + b * length**2 for length in lengths) / (seconds * ranks)
+    told = {"tflops": flops / 1e12}
+    return told | ({"mfu": flops / info["peak_flops"]} if info.get("peak_flops") else {})
+
+
 def check_failures(groups: Sequence[Group], max_share: float) -> None:
     """Raise `RolloutFailed`, with the commonest reason, where too many of the episodes failed to go on."""
     episodes = [episode for group in groups for episode in group.episodes]

@@ -23,7 +23,7 @@ from .errors import RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
 from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
-from .metrics import check_failures, rollout_metrics, speed_metrics, token_counts
+from .metrics import check_failures, computing_metrics, rollout_metrics, speed_metrics, token_counts
 from .optimizer_steps import cut, learning_rate, over_steps
 from .pretraining import Pretraining, spread
 from .progress import Progress
@@ -192,13 +192,15 @@ class Trainer:
             if not spec.trained or progress.step < spec.idle_steps:
                 continue
             lr = learning_rate(self.config_of(role), progress.optimizer_steps, self.stage.steps)
-            worker = self.parts.workers[role]
-            metrics = await worker.accumulate([*rows, *text] if role == "actor" else rows, denominators)
+            worker, started = self.parts.workers[role], time.monotonic()
+            own = [*rows, *text] if role == "actor" else rows
+            metrics = await worker.accumulate(own, denominators)
             whole = self.parts.sampling.top_p == 1 and not self.parts.sampling.top_k  # else they differ by the cut
             if role == "actor" and self.parts.sync is not None and whole:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
                 self.parts.sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
             metrics |= await worker.step(lr) | {"lr": lr}
+            metrics |= computing_metrics(worker.info, own, worker.settings.ranks, time.monotonic() - started)
             prefix = "" if role == "actor" else f"{role}/"
             logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
         progress.optimizer_steps += 1

@@ -271,6 +271,7 @@ def test_an_empty_file_says_nothing(tmp_path):
     "words",
     [
         [],
+        ["name=math_verify-reinforce++-1"],  # what a run without a name is called
         ["seed=3", "learner.lr=1e-5", "rollout.top_p=0.9", "env.digits=3", "engine.args.swap_space=2"],
         ["learner=sft", "agent=replay", "name=first", "render=text", "sync.tolerance=0.01"],
     ],

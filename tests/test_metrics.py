@@ -1,10 +1,19 @@
 """The numbers of a step that need no model."""
 
+import numpy as np
 import pytest
 
 from envgym.errors import RolloutFailed
-from envgym.metrics import check_failures, rollout_metrics
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task
+from envgym.learner import LearnRow
+from envgym.metrics import (
+    check_failures,
+    computing_metrics,
+    percentile,
+    rollout_metrics,
+    speed_metrics,
+    token_counts,
+)
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 
 def episode(result, tokens=2, **metrics):
@@ -57,3 +66,79 @@ def test_too_many_failures_stop_the_run_with_the_commonest():
     check_failures([group(SLOW, 1.0)], 0.5)
     with pytest.raises(RolloutFailed, match="2 of 3 episodes failed; the commonest failure is timeout: slow"):
         check_failures([group(SLOW, SLOW, 1.0)], 0.5)
+
+
+# -- lengths ----------------------------------------------------------------------------------------------
+
+
+def played(tokens, outcome=None, turns=1):
+    actions = [Segment("action", [2] * tokens, logprobs=[-1.0] * tokens)]
+    row = Row([Segment("prompt", [1]), *actions], turns=[Turn(None, StopReason.STOP)] * turns)
+    return Episode("e", Task("t"), outcome or Outcome.completed(), rows=[row], reward=1.0)
+
+
+def test_lengths_and_what_ended_episodes():
+    tokens, context = Outcome.truncated("tokens"), Outcome.truncated("context")
+    of_ten = [played(n, turns=2) for n in range(1, 8)] + [played(100, tokens), played(50, tokens), played(8, context)]
+    record = rollout_metrics([group(*of_ten, BROKEN)])
+    assert record["length/mean"] == pytest.approx((28 + 158) / 10)
+    assert (record["length/p50"], record["length/p90"], record["length/max"]) == (5, 50, 100)
+    assert record["length/turns"] == pytest.approx(1.7)
+    assert record["length/truncated_share"] == pytest.approx(0.3)
+    assert record["truncated/tokens"] == pytest.approx(0.2)
+    assert record["truncated/context"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "value"),
+    [
+        ([1], 0.5, 1),
+        ([1, 2], 0.5, 1),
+        ([1, 2, 3], 0.5, 2),
+        (range(1, 101), 0.9, 90),
+        ([1, 2], 1.0, 2),
+        ([1, 2], 0.0, 1),
+    ],
+)
+def test_percentiles_are_values_that_there_are(values, share, value):
+    assert percentile(list(values), share) == value
+
+
+def test_groups_of_one_have_no_variance_to_speak_of():
+    assert "reward/zero_variance_share" not in rollout_metrics([group(1.0), group(0.0)])
+
+
+# -- speed ------------------------------------------------------------------------------------------------
+
+
+def learned(length, counted):
+    weights = np.zeros(length, np.float32)
+    weights[length - counted :] = 0.25  # of an aggregation that weighs tokens
+    return LearnRow(np.zeros(length, np.int64), weights, weights, Objective.POLICY_GRADIENT)
+
+
+def test_tokens_of_a_step_are_counted_once_an_epoch():
+    rows, text = [learned(10, 4), learned(6, 3)], [learned(8, 7)]
+    assert token_counts(rows, [], 1) == {"tokens/trained": 7, "tokens/processed": 16}
+    assert token_counts(rows, text, 3) == {"tokens/trained": 42, "tokens/processed": 72, "tokens/pretrain": 21}
+
+
+def test_rates_are_over_the_time_of_their_phase():
+    record = {"tokens/sampled": 100, "tokens/processed": 300, "seconds/rollout": 2.0, "seconds/learn": 0.5}
+    assert speed_metrics(record, 4.0) == {
+        "seconds/step": 4.0,
+        "tokens/per_second": 25.0,
+        "tokens/per_second_rollout": 50.0,
+        "tokens/per_second_learn": 600.0,
+    }
+    assert speed_metrics({}, 4.0) == {"seconds/step": 4.0, "tokens/per_second": 0.0}
+
+
+def test_utilisation_by_hand():
+    """Rows of 10 and 6 tokens at 1e9 a token and 1e8 a token and token: 16e9 + 136e8 operations; in 2 s on 2 devices
+    7.4e9 a second each."""
+    info = {"flops_per_token": (1e9, 1e8), "peak_flops": 1e11}
+    told = computing_metrics(info, [learned(10, 4), learned(6, 3)], 2, 2.0)
+    assert told == pytest.approx({"tflops": 7.4e-3, "mfu": 0.074})
+    assert computing_metrics({**info, "peak_flops": None}, [learned(10, 4)], 1, 1.0) == pytest.approx({"tflops": 0.02})
+    assert computing_metrics({}, [learned(10, 4)], 1, 1.0) == {}

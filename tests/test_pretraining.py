@@ -19,6 +19,7 @@ from envgym.pretraining import Pretraining, spread
 from envgym.render import load_tokenizer, make_renderer
 from envgym.trainer import Parts, Trainer
 from envgym.types import Objective, Task
+from envgym.workers.config import WorkersConfig
 
 DOCUMENTS = [f"the answer is {number}." for number in range(10)]
 
@@ -172,6 +173,8 @@ def test_a_file_that_is_not_there_is_told_before_anything_begins():
 
 class Worker:
     """Remembers the rows of each optimizer step."""
+
+    info, settings = {}, WorkersConfig()
 
     def __init__(self):
         self.steps = []
