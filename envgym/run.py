@@ -130,6 +130,9 @@ async def _run_stage(
                 for role in (role for role, own in stage.roles.items() if own.save):
                     await parts.workers[role].save(str(folder.path / role))
                     tokenizer.save_pretrained(folder.path / role)
+                if parts.learner.config.ema_decay:
+                    await parts.workers["actor"].save_average(str(folder.model_ema))
+                    parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model_ema)
         status = "completed"
     except Stopped:
         status = "stopped"

@@ -24,6 +24,7 @@ class RunFolder:
     rollouts/         every episode, one compressed columnar file a step
     checkpoints/      what the run resumes from
     model/            the policy at the end, as a Hugging Face folder
+    model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
     logs/             the output of every child process
     summary.json      the result, for scripts
     """
@@ -34,6 +35,7 @@ class RunFolder:
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.model_ema = path / "model_ema"
         self.logs = path / "logs"
         self.summary_file = path / "summary.json"
 

@@ -104,7 +104,7 @@ class WorkerGroup:
         return merge(await self._on_each("accumulate", [(share, dict(denominators)) for share in shares]))
 
     async def step(self, lr: float) -> dict[str, float]:
-        """Take the optimizer step for what was accumulated. Returns `grad_norm`, before clipping."""
+        """Take the optimizer step for what was accumulated. Returns what it logs; see `ModelWorker.step`."""
         results = await self._on_all("step", lr)
         step: dict[str, float] = results[0]
         return step
@@ -122,6 +122,10 @@ class WorkerGroup:
     async def save(self, folder: str) -> None:
         """Write a Hugging Face model folder, without the tokenizer."""
         await self._on_all("save", folder)
+
+    async def save_average(self, folder: str) -> None:
+        """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""
+        await self._on_all("save_average", folder)
 
     async def save_state(self, folder: str) -> None:
         """Write weights, optimizer and random states, exactly."""

@@ -302,16 +302,19 @@ class ModelWorker:
     def save_average(self, folder: str) -> None:
         """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
         own number format. Rank 0 writes."""
-        assert self.average is not None
-        tensors = {}
-        for name, parameter in self.network.model.named_parameters():
-            if name in self.average:
-                whole = self.average.whole(name, self.device)
-            else:
-                with zero.gathered(parameter):
-                    whole = parameter.detach().clone()
-            if self.rank == 0:
-                tensors[name] = whole.to("cpu", parameter.dtype)
+        average = self.average
+        assert average is not None
+
+        def read(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+            if name in average:
+                return average.whole(name, self.device).to(parameter.dtype)
+            return whole(parameter)
+
+        if self.adapter is not None:
+            named = self.adapter.parameters(read, merged=True, remove_duplicate=True)
+        else:
+            named = ((name, read(name, parameter)) for name, parameter in self.network.model.named_parameters())
+        tensors = {name: tensor.cpu() for name, tensor in named if self.rank == 0}
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
