@@ -19,7 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from .agent import Agent, AgentConfig
 from .env import EnvSpec, describe_validation_error
 from .errors import ConfigError, DataError, did_you_mean
-from .learner import Learner, LearnerConfig
+from .learner import Learner, LearnerConfig, RoleSpec
+from .lora import LoraConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
 from .tasks import DataConfig
@@ -194,6 +195,8 @@ class RoleConfig(Section):
     """Keep its weights in the run folder, under the role's name, when the stage ends. The policy's always are."""
     workers: dict[str, Any] = {}
     """Settings of its workers that differ from the stage's `workers`."""
+    lora: dict[str, Any] = {}
+    """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
 
 
 class StageConfig(Section):
@@ -219,6 +222,8 @@ class StageConfig(Section):
     pretrain: PretrainConfig = PretrainConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
+    lora: LoraConfig = LoraConfig()
+    """Train adapters instead of weights, in every model that is trained."""
     roles: dict[str, RoleConfig] = {}
     """Settings of single models, by role."""
     eval: EvalConfig = EvalConfig()
@@ -245,6 +250,20 @@ class StageConfig(Section):
         """The settings of a role's workers."""
         own = self.roles.get(role, RoleConfig()).workers
         return validated(WorkersConfig, merge(self.workers.model_dump(), own), f"roles.{role}.workers")
+
+    def lora_of(self, role: str, spec: RoleSpec) -> LoraConfig:
+        """The adapter of a role's model. Models that only score have none."""
+        own = self.roles.get(role, RoleConfig()).lora
+        if not spec.trained or own == {"rank": 0}:
+            return LoraConfig()
+        return validated(LoraConfig, merge(self.lora.model_dump(), own), f"roles.{role}.lora")
+
+    def is_base(self, role: str, roles: Mapping[str, RoleSpec]) -> bool:
+        """Whether a role is the policy as the stage found it, and the policy's own model without its adapter is that:
+        then no other is loaded."""
+        spec, own = roles[role], self.roles.get(role, RoleConfig())
+        scores_alike = not spec.trained and spec.head == roles["actor"].head and own.model is None
+        return scores_alike and self.lora_of("actor", roles["actor"]).rank > 0
 
     def agent_config(self) -> tuple[type[Agent], AgentConfig]:
         """The agent's class and its validated settings."""
@@ -412,7 +431,17 @@ def _complete_stage(stage: StageConfig) -> None:
                 f"learner {stage.learner.name} has no role {role!r} with these settings.{did_you_mean(role, roles)}"
             )
     for role, role_spec in roles.items():
-        stage.workers_of(role).check(role, learner_config if role_spec.trained else None)
+        workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
+        workers.check(role, learner_config if role_spec.trained else None)
+        lora.check(role, workers, samples=agent_class.samples and role == "actor")
+        own = stage.roles.get(role, RoleConfig())
+        if own.lora and not role_spec.trained:
+            raise ConfigError(f"roles.{role}.lora: the {role} is not trained, and so has no adapter")
+        if stage.is_base(role, roles) and (own.workers or own.save):
+            raise ConfigError(
+                f"roles.{role}: with lora the {role} is the policy's own model without its adapter, which has no "
+                "workers or weights of its own: give it a model, or leave this out"
+            )
     smallest = learner_class.min_group_size
     if agent_class.samples and stage.rollout.group_size < smallest:
         raise ConfigError(

@@ -72,14 +72,22 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     """The parts of a stage, running until its place is left. `model` is a folder or hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
+    adapters = {role: stage.lora_of(role, role_spec) for role, role_spec in learner.roles.items()}
+    for lora in adapters.values():
+        lora.check_installed()
     agent = make_agent(stage, model)
     renderer = agent.renderer
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.path else None
     engine, context = None, None
     if agent.samples:
-        engine, context = await start_sampling(config, stage, place, agent, model, display)
+        engine, context = await start_sampling(
+            config, stage, place, agent, model, display, lora_rank=adapters["actor"].rank
+        )
     workers = {}
+    bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     for role, role_spec in learner.roles.items():
+        if role in bases:
+            continue
         display.phase(f"loading the {role}")
         workers[role] = await WorkerGroup.start(
             place.runtime,
@@ -88,34 +96,44 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
             learner=stage.learner.name,
             learner_config=learner_config.model_dump(),
             settings=stage.workers_of(role),
+            lora=adapters[role],
             trained=role_spec.trained,
             head=role_spec.head,
             seed=config.seed,
             deterministic=config.deterministic,
         )
+    workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
-        sync = WeightSync(engine, workers["actor"], renderer, tolerance)
+        sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
     runner = make_runner(config, stage, place.spec, agent, engine, context)
     return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync, pretraining)
 
 
 async def start_sampling(
-    config: RunConfig, stage: StageConfig, place: Place, agent: Agent, model: str, display: Display
+    config: RunConfig,
+    stage: StageConfig,
+    place: Place,
+    agent: Agent,
+    model: str,
+    display: Display,
+    *,
+    lora_rank: int = 0,
 ) -> tuple[EngineClient, int]:
-    """What episodes need: the environment's services and the stage's engine, with its context length in tokens."""
+    """What episodes need: the environment's services and the stage's engine, with its context length in tokens.
+    `lora_rank`: that of the adapters the engine will be given."""
     if place.services.names:
         display.phase(f"starting {', '.join(place.services.names)}")
         await place.services.start()
-    engine, context = await start_engine(config, stage, model, place.runtime, display)
+    engine, context = await start_engine(config, stage, model, place.runtime, display, lora_rank)
     place.services.bind_policy(agent.renderer, engine, context, deterministic=config.deterministic, seed=config.seed)
     return engine, context
 
 
 async def start_engine(
-    config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display
+    config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display, lora_rank: int = 0
 ) -> tuple[EngineClient, int]:
     """The stage's engine, ready to sample, and its context length in tokens."""
     target, note = choose_engine(stage.engine.kind)
@@ -129,6 +147,7 @@ async def start_engine(
         "max_model_len": stage.engine.max_model_len,
         "seed": config.seed,
         "deterministic": config.deterministic,
+        "lora_rank": lora_rank,
         "engine_args": stage.engine.args,
     }
     # Sampling and learning alternate, so each may use every core.

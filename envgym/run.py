@@ -124,12 +124,14 @@ async def _run_stage(
                 interrupts.listen(trainer.stop.set)
                 await trainer.run()
                 display.phase("saving the policy")
-                await parts.workers["actor"].save(str(folder.model))
-                tokenizer = parts.runner.agent.renderer.tokenizer
-                tokenizer.save_pretrained(folder.model)
-                for role in (role for role, own in stage.roles.items() if own.save):
-                    await parts.workers[role].save(str(folder.path / role))
-                    tokenizer.save_pretrained(folder.path / role)
+                places = {"actor": folder.model}
+                places |= {role: folder.path / role for role, own in stage.roles.items() if own.save}
+                for role, where in places.items():
+                    await parts.workers[role].save(str(where))
+                    parts.runner.agent.renderer.tokenizer.save_pretrained(where)
+                    if stage.lora_of(role, parts.learner.roles[role]).rank:
+                        adapter = folder.path / ("adapter" if role == "actor" else f"{role}_adapter")
+                        await parts.workers[role].export_adapter(str(adapter))
                 if parts.learner.config.ema_decay:
                     await parts.workers["actor"].save_average(str(folder.model_ema))
                     parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model_ema)

@@ -25,6 +25,7 @@ class RunFolder:
     checkpoints/      what the run resumes from
     model/            the policy at the end, as a Hugging Face folder
     model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
+    adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
     logs/             the output of every child process
     summary.json      the result, for scripts
     """

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,10 @@ NAME = "default"
 """What peft calls the adapter in the names of modules and parameters."""
 PREFIX = "base_model.model."
 """What every name in peft's files begins with."""
-CONFIG_FILE, WEIGHTS_FILE, ORIGIN_FILE = "adapter_config.json", "adapter_model.safetensors", "envgym.json"
+WEIGHTS_FILE, ORIGIN_FILE = "adapter_model.safetensors", "envgym.json"
+
+Read = Callable[[str, torch.nn.Parameter], torch.Tensor]
+"""What gives the numbers of a parameter, whole, by its name in the model and itself. Ranks must call it together."""
 
 
 class Adapter:
@@ -82,8 +85,7 @@ class Adapter:
         """The adapter, whole, under the names of peft's files. Ranks must call it together."""
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name or f".modules_to_save.{NAME}." in name:
-                with zero.gathered(parameter):
-                    yield PREFIX + _plain(name), parameter.detach().cpu().clone()
+                yield PREFIX + _plain(name), whole(parameter)
 
     def write(self, folder: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a folder in peft's form with what `tensors` gave."""
@@ -94,23 +96,26 @@ class Adapter:
         if self._quantize != "none":
             (path / ORIGIN_FILE).write_text(json.dumps({"quantize": self._quantize}) + "\n")
 
-    def parameters(self, *, merged: bool, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's parameters, whole, under the names they had without an adapter: with the adapter added to them
-        (`merged`), or as they were. Those in 4 bits come in the number format they are computed with. Ranks must call
-        it together."""
+    def parameters(self, read: Read, *, merged: bool, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, as `read` gives them, under the names they had without an adapter: with the adapter
+        added to them (`merged`), or as they were."""
         for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
             if ".lora_" in name or ".original_module." in name:
                 continue
             owner, _, leaf = name.rpartition(".")
-            layer = self._layers.get(owner.removesuffix(".base_layer")) if leaf == "weight" else None
-            factors = [] if layer is None else [layer.lora_A[NAME].weight, layer.lora_B[NAME].weight]
-            with ExitStack() as stack:
-                for part in (parameter, *factors):
-                    stack.enter_context(zero.gathered(part))
-                tensor = whole(parameter)
-                if merged and layer is not None:
-                    tensor = (tensor.float() + layer.get_delta_weight(NAME).float()).to(tensor.dtype)
-                yield _plain(name), tensor.cpu().clone() if hasattr(parameter, "ds_id") else tensor
+            layer = owner.removesuffix(".base_layer")
+            tensor = read(name, parameter)
+            if merged and leaf == "weight" and layer in self._layers:
+                tensor = (tensor.float() + self._delta(layer, read).to(tensor.device)).to(tensor.dtype)
+            yield _plain(name), tensor
+
+    def _delta(self, layer: str, read: Read) -> torch.Tensor:
+        """What the adapter adds to a layer's weight, float32."""
+        part = self._layers[layer]
+        a = read(f"{layer}.lora_A.{NAME}.weight", part.lora_A[NAME].weight)
+        b = read(f"{layer}.lora_B.{NAME}.weight", part.lora_B[NAME].weight)
+        delta = b.float() @ a.float() * part.scaling[NAME]
+        return delta.T if part.fan_in_fan_out else delta
 
 
 def quantization(dtype: torch.dtype) -> Any:
@@ -148,7 +153,11 @@ def tame_quantized(model: Any) -> None:
 
 
 def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter's numbers; those kept in 4 bits are computed from them."""
+    """A parameter's numbers, also where ranks have a part each, who then must call together; those kept in 4 bits come
+    in the number format they are computed with."""
+    with zero.gathered(parameter):
+        if hasattr(parameter, "ds_id"):
+            return parameter.detach().cpu().clone()
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return parameter.detach()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import LearnRow
+from envgym.lora import LoraConfig
 
 from .config import WorkersConfig
 from .layout import micro_batches
@@ -34,6 +35,7 @@ class WorkerGroup:
         """What rank 0 says of itself (`ModelWorker.info`)."""
         self._handles = list(handles)
         self._closing: list[asyncio.Task[None]] = []
+        self._forward = "forward"
 
     @classmethod
     async def start(
@@ -43,6 +45,7 @@ class WorkerGroup:
         role: str,
         model: str,
         settings: WorkersConfig,
+        lora: LoraConfig | None = None,
         learner: str | None = None,
         learner_config: Mapping[str, Any] | None = None,
         trained: bool = True,
@@ -57,6 +60,7 @@ class WorkerGroup:
             "learner": learner,
             "learner_config": dict(learner_config or {}),
             "settings": settings.model_dump(),
+            "lora": (lora or LoraConfig()).model_dump(),
             "trained": trained,
             "head": head,
             "world_size": settings.ranks,
@@ -82,6 +86,14 @@ class WorkerGroup:
             raise
         return group
 
+    def without_adapter(self, role: str) -> WorkerGroup:
+        """The same workers as another role, which answers as this one did before it learned: `forward` leaves the LoRA
+        adapter out. It is closed with this one."""
+        view = WorkerGroup(role, self._handles, self.settings)
+        view.info = self.info
+        view._forward = "forward_base"
+        return view
+
     # -- scoring and learning -----------------------------------------------------------------------------
 
     async def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
@@ -91,7 +103,7 @@ class WorkerGroup:
         n_ranks = len(self._handles)
         by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].token_ids))
         shares = [by_length[rank::n_ranks] or [0] for rank in range(n_ranks)]  # no rank may stay away (ZeRO-3)
-        results = await self._on_each("forward", [([rows[index] for index in share],) for share in shares])
+        results = await self._on_each(self._forward, [([rows[index] for index in share],) for share in shares])
         scores: dict[int, FloatArray] = {}
         for share, result in zip(shares, results, strict=True):
             scores.update(zip(share, result, strict=True))
@@ -119,8 +131,12 @@ class WorkerGroup:
         """Write all parameters to a safetensors file, on rank 0's machine."""
         await self._on_all("export", path)
 
+    async def export_adapter(self, folder: str) -> None:
+        """Write the LoRA adapter as a folder in peft's form, on rank 0's machine."""
+        await self._on_all("export_adapter", folder)
+
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face model folder, without the tokenizer."""
+        """Write a Hugging Face model folder, without the tokenizer, an adapter merged into it."""
         await self._on_all("save", folder)
 
     async def save_average(self, folder: str) -> None:

@@ -144,11 +144,12 @@ class ModelWorker:
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        """What this rank is: parameters (of the whole model) and those that learn, device, ZeRO stage, rank."""
+        """What this rank is: parameters (of the whole model; those that learn), an adapter, device, ZeRO stage, rank."""
         return {
             "role": self.role,
             "n_parameters": sum(n_numbers(p) for p in self.network.parameters()),
             "n_trained": sum(n_numbers(p) for p in self.network.parameters() if p.requires_grad),
+            "adapter": self.adapter is not None,
             "device": str(self.device),
             "dtype": str(next(self.network.parameters()).dtype).removeprefix("torch."),
             "zero_stage": self.settings.zero_stage,

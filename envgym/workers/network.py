@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from envgym.errors import EnvgymError
 
+from .adapter import quantization, tame_quantized
 from .sequence_parallel import Slices
 
 LOGITS_PER_CHUNK = 2**25
@@ -111,11 +112,14 @@ def _rescaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
     return logits
 
 
-def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
+def load_model(
+    name: str, head: Literal["lm", "scalar"], dtype: torch.dtype, *, empty: bool = False, quantize: str = "none"
+) -> nn.Module:
     """Load a Hugging Face model from a folder or a hub id.
 
     A scalar head missing from the checkpoint is drawn from the global generator. `empty`: parameters hold whatever
-    memory they fall on, which costs none until it is written to. Raises `EnvgymError` in one line.
+    memory they fall on, which costs none until it is written to. `quantize` `4bit`: linear layers but the head are kept
+    in 4 bits. Raises `EnvgymError` in one line.
     """
     import transformers
     from transformers.initialization import no_init_weights
@@ -143,6 +147,9 @@ def load_model(name: str, head: Literal["lm", "scalar"], dtype: torch.dtype, *, 
                 model = factory.from_config(**options)
             model.tie_weights()
             model.eval()  # as `from_pretrained` leaves it
+        elif quantize == "4bit":
+            model = factory.from_pretrained(name, quantization_config=quantization(dtype), **options)
+            tame_quantized(model)
         else:
             model = factory.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
