@@ -18,12 +18,13 @@ def cut(rows: Sequence[LearnRow], parts: int) -> list[list[LearnRow]]:
 
 def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:
     """The learning rate of the `optimizer_step`-th step (from 0) of a run of `loop_steps`."""
-    if optimizer_step < config.warmup_steps:
-        return config.lr * (optimizer_step + 1) / config.warmup_steps
+    total = loop_steps * config.epochs * config.minibatches
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total)
+    if optimizer_step < warmup:
+        return config.lr * (optimizer_step + 1) / warmup
     if config.lr_schedule == "constant":
         return config.lr
-    total = loop_steps * config.epochs * config.minibatches
-    done = min(1.0, (optimizer_step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    done = min(1.0, (optimizer_step - warmup) / max(1, total - warmup))
     left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * left)
 

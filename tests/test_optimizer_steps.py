@@ -63,6 +63,13 @@ def test_warm_up_rises_to_the_peak_and_its_first_step_is_not_lost():
     assert rates(6, 6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
+def test_a_warm_up_may_be_a_share_of_all_optimizer_steps_rounded_up():
+    """A tenth of 2 loop steps of 3 epochs of 4 mini-batches: 2.4 optimizer steps, so 3."""
+    assert rates(4, 2, epochs=3, minibatches=4, warmup_ratio=0.1) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    by_steps = rates(24, 2, epochs=3, minibatches=4, warmup_steps=3, lr_schedule="cosine")
+    assert rates(24, 2, epochs=3, minibatches=4, warmup_ratio=0.1, lr_schedule="cosine") == by_steps
+
+
 def test_linear_falls_towards_its_share_of_the_peak():
     assert rates(5, 4, lr_schedule="linear", lr_min_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 

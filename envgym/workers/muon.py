@@ -34,6 +34,14 @@ def mark(model: nn.Module) -> None:
         parameter.use_muon = parameter.dim() >= 2 and id(parameter) not in outside
 
 
+def library(device: torch.device) -> Any:
+    """DeepSpeed's module, which its ZeRO optimizers import too."""
+    # It compiles the iteration, for each shape of a matrix: seconds that are never won back on a CPU.
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} if device.type == "cpu" else {}):
+        from deepspeed.runtime.zero.muon import muon_optimizer
+    return muon_optimizer
+
+
 def optimizer(
     learner: LearnerConfig, device: torch.device, *, offloaded: bool
 ) -> Callable[[Sequence[nn.Parameter]], Any]:
@@ -43,10 +51,6 @@ def optimizer(
     """
 
     def make(parameters: Sequence[nn.Parameter]) -> Any:
-        # DeepSpeed compiles the iteration, for each shape of a matrix: seconds that are never won back on a CPU.
-        with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} if device.type == "cpu" else {}):
-            from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
         shared: dict[str, Any] = {"weight_decay": learner.weight_decay, "lr": learner.lr, "lr_scale": 1.0}
         adam = {**shared, "use_muon": False, "betas": tuple(learner.betas), "eps": ADAM_EPS}
         matrices = {**shared, "use_muon": True, "momentum": learner.muon_momentum}
@@ -59,6 +63,8 @@ def optimizer(
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             adam_of = DeepSpeedCPUAdam
-        return MuonWithAuxAdam([group for group in (matrices, adam) if group["params"]], adam_optimizer=adam_of)
+        return library(device).MuonWithAuxAdam(
+            [group for group in (matrices, adam) if group["params"]], adam_optimizer=adam_of
+        )
 
     return make

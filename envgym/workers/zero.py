@@ -16,6 +16,8 @@ import torch
 
 from envgym.errors import ConfigError, RunError
 
+from . import muon
+
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
@@ -127,6 +129,8 @@ def engine(
         library.zero.Init(module=network, config_dict_or_path=dict(json))
         for buffer in network.buffers():
             buffer.data = buffer.data.to(device)
+    if json["zero_optimization"]["stage"]:
+        muon.library(device)  # ZeRO imports it in any case, and on a CPU not as it should be
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     parameters = trainable if optimizer or "optimizer" in json else None
     wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
