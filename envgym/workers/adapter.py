@@ -18,7 +18,7 @@ from envgym import weights
 from envgym.errors import ConfigError, missing_package
 from envgym.lora import LoraConfig
 
-from . import zero
+from . import tensor_parallel, zero
 
 NAME = "default"
 """What peft calls the adapter in the names of modules and parameters."""
@@ -157,10 +157,10 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
     in the number format they are computed with."""
     with zero.gathered(parameter):
         if hasattr(parameter, "ds_id"):
-            return parameter.detach().cpu().clone()
+            return tensor_parallel.joined(parameter, parameter.detach()).cpu().clone()
     state = getattr(parameter, "quant_state", None)
     if state is None:
-        return parameter.detach()
+        return tensor_parallel.joined(parameter, parameter.detach())
     import bitsandbytes
 
     numbers: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
@@ -172,7 +172,7 @@ def n_numbers(parameter: torch.nn.Parameter) -> int:
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return math.prod(state.shape)
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return tensor_parallel.n_numbers(parameter)
 
 
 def _plain(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from . import zero
+from . import tensor_parallel, zero
 
 
 class MovingAverage:
@@ -42,7 +42,7 @@ class MovingAverage:
         """The average of one parameter in its own shape, float32, on `device`. Ranks must ask together."""
         parameter = self._parameters[name]
         _, start = zero.own_part(parameter)
-        return zero.joined(parameter, self._parts.get(name), start, device)
+        return tensor_parallel.joined(parameter, zero.joined(parameter, self._parts.get(name), start, device))
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's parts, for a checkpoint."""

@@ -22,6 +22,11 @@ class WorkersConfig(BaseModel):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO: what is split over the ranks instead of copied. 1: optimizer state; 2: and gradients;
     3: and parameters. Higher saves memory and costs communication. With 16-bit weights, 0 runs as 1."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share each layer (DeepSpeed AutoTP): every large matrix is cut, and they have the same rows."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share each row, for rows too long for one of them: each has a slice of it, and in attention a share of
+    the heads (Ulysses)."""
     offload_optimizer: bool = False
     """Optimizer state and float32 master weights in the CPU's memory, where the optimizer then also computes.
     Needs `zero_stage` 1 to 3. (To a disk: see `deepspeed`.)"""
@@ -32,7 +37,7 @@ class WorkersConfig(BaseModel):
     """Number format of the weights. `auto` is bfloat16 (with float32 master weights) on a GPU, float32 on a CPU.
     float16 is trained with dynamic loss scaling: a step that overflows is skipped, and counted in `overflow`."""
     tokens_per_microbatch: int = Field(4096, ge=1)
-    """Tokens that go through the model at once, padding included. Smaller saves memory; the gradient is the same."""
+    """Tokens that go through a rank at once, padding included. Smaller saves memory; the gradient is the same."""
     attention: str = "auto"
     """How attention is computed, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
     `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
@@ -47,14 +52,37 @@ class WorkersConfig(BaseModel):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Raw DeepSpeed JSON, merged over what envgym writes (`{"zero_optimization": {"offload_optimizer": …}}`)."""
 
+    @property
+    def ranks_per_row(self) -> int:
+        """How many ranks have the same rows. They follow each other; all others have rows of their own."""
+        return self.tensor_parallel * self.sequence_parallel
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a micro-batch: each of the ranks that share rows holds its slice of them."""
+        return self.tokens_per_microbatch * self.sequence_parallel
+
     def partitions(self, *, trained: bool) -> bool:
         """Whether the parameters of a model are split over the ranks (ZeRO 3)."""
         return self.zero_stage == 3 or (self.offload_parameters and not trained)
 
     def check(self, role: str, learner: LearnerConfig | None) -> None:
         """Raise `ConfigError` where settings contradict each other for a role's model. No learner: it only scores."""
+        if self.ranks % self.ranks_per_row:
+            raise ConfigError(
+                f"workers.tensor_parallel={self.tensor_parallel} times workers.sequence_parallel="
+                f"{self.sequence_parallel} does not divide workers.ranks={self.ranks} of the {role}"
+            )
+        if "tensor_parallel" in self.deepspeed:
+            raise ConfigError("workers.deepspeed.tensor_parallel: set workers.tensor_parallel instead")
+        if self.sequence_parallel > 1 and self.packing is True:
+            raise ConfigError("workers.packing=true and workers.sequence_parallel above 1: leave one of them out")
+        if self.ranks_per_row > 1 and self.compile:
+            raise ConfigError("workers.compile cannot be combined with workers.tensor_parallel or sequence_parallel")
         if learner is None:
             return
+        if self.tensor_parallel > 1 and learner.optimizer == "muon":
+            raise ConfigError("learner.optimizer=muon needs whole matrices: set workers.tensor_parallel=1")
         if self.offload_parameters and self.zero_stage != 3:
             raise ConfigError(
                 f"workers.offload_parameters of the {role}, which is trained, needs workers.zero_stage=3, "

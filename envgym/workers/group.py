@@ -100,20 +100,25 @@ class WorkerGroup:
         """One float32 array [T] a row, in order; see `ModelWorker.forward`."""
         if not rows:
             return []
-        n_ranks = len(self._handles)
         by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].token_ids))
-        shares = [by_length[rank::n_ranks] or [0] for rank in range(n_ranks)]  # no rank may stay away (ZeRO-3)
-        results = await self._on_each(self._forward, [([rows[index] for index in share],) for share in shares])
+        n_shares = self._n_shares
+        shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]  # no rank may stay away (ZeRO-3)
+        results = await self._on_shares(self._forward, [([rows[index] for index in share],) for share in shares])
         scores: dict[int, FloatArray] = {}
-        for share, result in zip(shares, results, strict=True):
+        for share, result in zip(shares, results[:: self.settings.ranks_per_row], strict=True):
             scores.update(zip(share, result, strict=True))
         return [scores[index] for index in range(len(rows))]
 
     async def accumulate(self, rows: Sequence[LearnRow], denominators: Mapping[str, float]) -> dict[str, float]:
         """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
         `mismatch/…`."""
-        shares = micro_batches(rows, self.settings.tokens_per_microbatch, len(self._handles))
-        return merge(await self._on_each("accumulate", [(share, dict(denominators)) for share in shares]))
+        shares = micro_batches(rows, self.settings.budget, self._n_shares)
+        results = await self._on_shares("accumulate", [(share, dict(denominators)) for share in shares])
+        return merge(
+            # Ranks that share rows have the same sums to say of them, but may differ in what is the largest.
+            part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
+            for rank, part in enumerate(results)
+        )
 
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated. Returns what it logs; see `ModelWorker.step`."""
@@ -158,6 +163,15 @@ class WorkerGroup:
         await asyncio.gather(*self._closing)
 
     # -- calling ------------------------------------------------------------------------------------------
+
+    @property
+    def _n_shares(self) -> int:
+        """How many shares rows are dealt in: ranks that work on the same rows get the same."""
+        return len(self._handles) // self.settings.ranks_per_row
+
+    async def _on_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call every rank with the arguments of its share; results in the order of ranks."""
+        return await self._on_each(method, [args for args in arguments for _ in range(self.settings.ranks_per_row)])
 
     async def _on_all(self, method: str, *args: Any) -> list[Any]:
         return await self._on_each(method, [args] * len(self._handles))

@@ -23,7 +23,7 @@ from envgym.errors import RunError
 from envgym.learner import Learner, LearnRow, Metrics, Outputs
 from envgym.lora import LoraConfig
 
-from . import muon, zero
+from . import muon, tensor_parallel, zero
 from .adapter import Adapter, n_numbers, whole
 from .average import MovingAverage
 from .config import WorkersConfig
@@ -31,6 +31,7 @@ from .freezing import freeze
 from .layout import is_silent, micro_batches, pad
 from .metrics import add, mismatch
 from .network import TokenScorer, load_model
+from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
@@ -112,12 +113,18 @@ class ModelWorker:
         partitioned = self.settings.partitions(trained=self.trained)
         dtype = _dtype(self.settings.dtype, self.device)
         config = zero.config(self.settings, learner_config, dtype, self.device)
-        if self.trained or partitioned:
+        tensor_parallel_size, shared = self.settings.tensor_parallel, self.settings.ranks_per_row > 1
+        if self.trained or partitioned or shared:
             zero.join(address, self.rank, self.world_size, self.device)
             zero.check(self.settings, dtype, self.device)
-        # Partitioned parameters come from rank 0, which alone has to hold all of them for a while.
-        empty = partitioned and self.rank > 0
+        # Partitioned parameters come from rank 0, which alone has to hold all of them for a while. (Not with AutoTP: it
+        # cuts a rank's part out of what that rank has.)
+        empty = partitioned and self.rank > 0 and tensor_parallel_size == 1
         model = load_model(self.model_name, self.head, dtype, empty=empty, quantize=self.lora.quantize)
+        if tensor_parallel_size > 1:
+            tensor_parallel.check(model, tensor_parallel_size)
+        slices = Slices.of(self.settings.sequence_parallel, stride=tensor_parallel_size)
+        slices.install(model, model.config.get_text_config().num_attention_heads // tensor_parallel_size)
         if self.lora.rank:
             self.adapter = Adapter(model, self.lora, base=self.model_name, head=self.head)
         if self.settings.gradient_checkpointing:
@@ -133,8 +140,11 @@ class ModelWorker:
             self.head,
             same_chunks=partitioned and self.world_size > 1,
             entropy=role is not None and role.entropy,
+            slices=slices,
         )
-        if self.trained or partitioned:
+        if tensor_parallel_size > 1:
+            self.network.config = model.config  # where AutoTP looks for the plan
+        if self.trained or partitioned or tensor_parallel_size > 1:
             self.engine = zero.engine(self.network, config, self.device, self._optimizer())
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
@@ -179,7 +189,7 @@ class ModelWorker:
         """
         self.engine.eval()
         numbered = [_alone(row, index) for index, row in enumerate(rows)]
-        [batches] = micro_batches(numbered, self.settings.tokens_per_microbatch, 1)
+        [batches] = micro_batches(numbered, self.settings.budget, 1)
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
         for batch in self._as_many_as_other_ranks(batches):
             ids = pad(batch, self.device).token_ids
@@ -200,8 +210,9 @@ class ModelWorker:
         for index, batch in enumerate(microbatches):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
             loss, metrics = self._loss(batch, denominators)
-            # DeepSpeed averages gradients over ranks; the loss is a share of the sum.
-            self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+            # DeepSpeed averages gradients over the ranks that have the same weights; the loss is a share of the sum.
+            copies = self.world_size // self.settings.tensor_parallel
+            self.engine.backward(loss * copies, scale_wrt_gas=False)
             add(total, metrics)
         return total
 
@@ -325,7 +336,11 @@ class ModelWorker:
         self.engine.save_checkpoint(
             folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
         )
-        state: dict[str, Any] = {"world_size": self.world_size, "random": _random_states()}
+        state: dict[str, Any] = {
+            "world_size": self.world_size,
+            "tensor_parallel": self.settings.tensor_parallel,
+            "random": _random_states(),
+        }
         if self.average is not None:
             state["average"] = self.average.state()
         torch.save(state, Path(folder, f"rank-{self.rank}.pt"))
@@ -340,6 +355,11 @@ class ModelWorker:
             raise RunError(
                 f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
                 f"set workers.ranks={state['world_size']}"
+            )
+        if state["tensor_parallel"] != self.settings.tensor_parallel:
+            raise RunError(
+                f"the state in {folder} is of a model cut in {state['tensor_parallel']} parts: "
+                f"set workers.tensor_parallel={state['tensor_parallel']}"
             )
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
         if self.average is not None:
@@ -357,8 +377,10 @@ class ModelWorker:
             return
         for name, parameter in self.network.model.named_parameters(remove_duplicate=remove_duplicate):
             with zero.gathered(parameter):
+                numbers = tensor_parallel.joined(parameter, parameter.detach())
+                passing = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
                 if self.rank == 0:
-                    yield name, parameter.detach().cpu().clone() if hasattr(parameter, "ds_id") else parameter.detach()
+                    yield name, numbers.cpu().clone() if passing else numbers
 
     def _optimizer(self) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
         """What makes the optimizer, where DeepSpeed's JSON does not name it."""

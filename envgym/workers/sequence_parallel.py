@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from envgym.errors import RunError
+from envgym.errors import ConfigError, RunError
 
 
 class Slices:
@@ -51,7 +51,7 @@ class Slices:
         joined: torch.Tensor = _Join.apply(part, self.group)
         return joined[:, :length]
 
-    def answer(self, model: nn.Module, token_ids: torch.Tensor) -> Any:
+    def answer(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
         """What `model` (from Hugging Face) says of this rank's slice of `token_ids` [B, T].
 
         Raises `RunError` for a model with anything but one attention in each layer that `install` could reach: what
@@ -59,10 +59,10 @@ class Slices:
         """
         ids = self.own(token_ids)
         if self.group is None:
-            return model(input_ids=ids, use_cache=False)
+            return model(input_ids=ids, use_cache=False, **options)
         positions = self.rank * ids.shape[1] + torch.arange(ids.shape[1], device=ids.device)
         before = self._attentions
-        answer = model(input_ids=ids, position_ids=positions[None], use_cache=False)
+        answer = model(input_ids=ids, position_ids=positions[None], use_cache=False, **options)
         found, n_layers = self._attentions - before, model.config.get_text_config().num_hidden_layers
         if found != n_layers:
             raise RunError(
@@ -71,27 +71,37 @@ class Slices:
             )
         return answer
 
+    @classmethod
+    def of(cls, size: int, stride: int) -> Slices:
+        """The slices of this process, where `size` ranks share each row. They lie `stride` ranks apart: those between
+        them have the same slice. Ranks must call together."""
+        if size == 1:
+            return cls()
+        block = size * stride
+        groups = [
+            list(range(start + offset, start + block, stride))
+            for start in range(0, torch.distributed.get_world_size(), block)
+            for offset in range(stride)
+        ]
+        return cls(torch.distributed.new_subgroups_by_enumeration(groups)[0])
+
     def install(self, model: nn.Module, n_heads: int) -> None:
         """Let `model` attend over all slices. `n_heads`: how many query heads of a layer this rank has.
 
         The implementation it is configured for (`sdpa`, …) is wrapped for the whole process, which holds one model:
-        under another name transformers would no longer know it for what it is. Raises `RunError` for a model whose
-        rows cannot be cut.
+        under another name transformers would no longer know it for what it is. Raises `ConfigError` for a model
+        whose rows cannot be cut.
         """
         if self.group is None:
             return
-        if n_heads % self.size:
-            raise RunError(f"workers.sequence_parallel={self.size} does not divide the {n_heads} attention heads")
-        stretched = {"dynamic", "longrope"} & _rope_types(model)
-        if stretched:  # a rank would take the end of its slice for the end of the row
-            raise RunError(
-                f"workers.sequence_parallel cannot train this model: its {stretched.pop()} rope depends on the length "
-                "of the whole row"
-            )
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         kind = model.config._attn_implementation
+        if obstacle := self._obstacle(model, n_heads, kind in ALL_ATTENTION_FUNCTIONS):
+            raise ConfigError(
+                f"workers.sequence_parallel={self.size} does not work with {model.config.model_type}: {obstacle}"
+            )
         attend, mask = ALL_ATTENTION_FUNCTIONS[kind], ALL_MASK_ATTENTION_FUNCTIONS[kind]
 
         def attend_to_all(
@@ -113,6 +123,17 @@ class Slices:
 
         ALL_ATTENTION_FUNCTIONS.register(kind, attend_to_all)
         ALL_MASK_ATTENTION_FUNCTIONS.register(kind, mask_of_all)
+
+    def _obstacle(self, model: nn.Module, n_heads: int, reachable: bool) -> str:
+        """Why rows cannot be cut for this model, or nothing."""
+        if n_heads % self.size:
+            return f"it does not divide the {n_heads} attention heads"
+        if not reachable or getattr(model, "_is_stateful", False):
+            return "it does not look at other tokens by transformers' attention alone"
+        stretched = {"dynamic", "longrope"} & _rope_types(model)
+        if stretched:  # a rank would take the end of its slice for the end of the row
+            return f"its {stretched.pop()} rope depends on the length of the whole row"
+        return ""
 
     def _whole_sequence(self, states: torch.Tensor) -> torch.Tensor:
         """[B, H, t, D] -> [B, H / size, size * t, D]"""

@@ -16,7 +16,7 @@ import torch
 
 from envgym.errors import ConfigError, RunError
 
-from . import muon
+from . import muon, tensor_parallel
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -48,6 +48,8 @@ def config(
         "bf16": {"enabled": dtype == torch.bfloat16},
         "fp16": {"enabled": dtype == torch.float16},  # with dynamic loss scaling, unless `loss_scale` says otherwise
     }
+    if settings.tensor_parallel > 1:
+        ours["tensor_parallel"] = tensor_parallel.json(settings.tensor_parallel)
     if learner is None:
         return _merged(ours, settings.deepspeed)
     if in_16_bits:
@@ -153,7 +155,7 @@ def take_step(engine: Any) -> float | None:
     """
     norm = None
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # not one of DeepSpeed's, which keep the norm
-        norm = torch.nn.utils.get_total_norm(p.grad for p in engine.module.parameters() if p.grad is not None)
+        norm = tensor_parallel.gradient_norm(engine.module.parameters())
     try:
         engine.step()
     except Exception as error:
