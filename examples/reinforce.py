@@ -20,5 +20,9 @@ class Reinforce(Learner):
         return rows
 
     def loss(self, role, outputs, batch, denominators):
-        total = -(batch.weights * batch.arrays["advantages"] * outputs.logprobs).sum()
+        import torch
+
+        # Only sampled tokens count; whatever stands elsewhere must not, not even as 0 times it.
+        losses = -batch.weights * batch.arrays["advantages"] * outputs.logprobs
+        total = torch.where(batch.weights > 0, losses, 0.0).sum()
         return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.weights.sum()))}

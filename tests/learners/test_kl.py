@@ -1,4 +1,4 @@
-"""KL estimators against their formulas in float64, and against the KL they estimate."""
+"""KL estimators against their formulas in float64 and against the KL they estimate; the controller by hand."""
 
 import math
 
@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.kl import kl_estimate
+from envgym.learners.kl import adapted, kl_estimate
 
 LOGPROBS = st.floats(-30, 0)
 
 
 def estimate(logprob, reference, estimator):
-    return kl_estimate(torch.tensor([logprob]).double(), torch.tensor([reference]).double(), estimator).item()
+    return kl_estimate(*torch.tensor([[logprob], [reference]], dtype=torch.float64), estimator).item()
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ def estimate(logprob, reference, estimator):
 def test_by_hand(estimator, expected):
     """pi = 1/2, pi_ref = 1/4: l = log 2."""
     assert estimate(math.log(0.5), math.log(0.25), estimator) == pytest.approx(expected, rel=1e-6)
+
+
+@given(LOGPROBS, LOGPROBS, st.sampled_from(["k1", "k2", "k3"]))
+def test_are_the_papers_formulas(papers, logprob, reference, estimator):
+    expected = papers.kl(papers.Token(new=logprob, reference=reference), estimator)
+    assert estimate(logprob, reference, estimator) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(LOGPROBS, LOGPROBS)
@@ -52,3 +58,30 @@ def test_one_extreme_token_stays_finite(estimator, distance):
 
 def test_k3_is_bounded_at_a_log_ratio_of_20():
     assert estimate(-25.0, 0.0, "k3") == pytest.approx(math.exp(20) - 1 - 25)
+
+
+@pytest.mark.parametrize(
+    ("kl", "coefficient"),
+    [
+        (0.1, 0.5),  # on target
+        (0.11, 0.5 * (1 + 0.1 * 0.05)),  # a tenth above it, for 5% of the horizon
+        (0.09, 0.5 * (1 - 0.1 * 0.05)),
+        (5.0, 0.5 * (1 + 0.2 * 0.05)),  # the error is bounded at 0.2
+        (0.0, 0.5 * (1 - 0.2 * 0.05)),
+        (-1.0, 0.5 * (1 - 0.2 * 0.05)),  # k1 can be negative
+    ],
+)
+def test_the_controller(kl, coefficient):
+    assert adapted(0.5, kl, target=0.1, horizon=1000, episodes=50) == pytest.approx(coefficient, rel=1e-12)
+
+
+def test_a_coefficient_stays_positive_however_many_episodes_a_step_has():
+    assert adapted(0.5, 0.0, target=0.1, horizon=10, episodes=1000) == 0.0
+
+
+def test_the_controller_finds_the_coefficient_that_keeps_the_target():
+    """A policy whose KL is 0.02 / coefficient settles at 0.2."""
+    coefficient = 1.0
+    for _ in range(400):
+        coefficient = adapted(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, episodes=256)
+    assert coefficient == pytest.approx(0.2, rel=0.01)

@@ -1,0 +1,79 @@
+"""Which tokens a reward counts for."""
+
+import pytest
+
+from envgym.learners.baseline import centred
+from envgym.learners.credit import turn_advantages
+from envgym.learners.grpo import standardised
+from envgym.learners.rloo import left_one_out
+from envgym.registry import load_component
+from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
+
+
+def test_a_turn_is_compared_with_the_members_that_reached_it():
+    """Three members of 3, 2 and 1 turns. Turn 1: 6, 3, 3, mean 4. Turn 2: 5, 1, mean 3. Turn 3: one member, which
+    earned 3 there, against the mean of the whole episodes, 4."""
+    to_go = [[6.0, 5.0, 3.0], [3.0, 1.0], [3.0]]
+    assert turn_advantages(to_go, [6.0, 3.0, 3.0], centred) == [[2.0, 2.0, -1.0], [-1.0, -2.0], [-1.0]]
+
+
+def test_each_algorithm_compares_in_its_own_way():
+    to_go, rewards = [[6.0, 5.0], [2.0]], [6.0, 2.0]
+    assert turn_advantages(to_go, rewards, left_one_out) == [[4.0, 3.0], [-4.0]]
+    std = 8**0.5
+
+    def grpo(values, rewards):
+        return standardised(values, rewards, 0.0)
+
+    assert turn_advantages(to_go, rewards, grpo) == [pytest.approx([2 / std, 1 / std]), pytest.approx([-2 / std])]
+
+
+@pytest.mark.parametrize(
+    "compare", [centred, left_one_out, lambda values, rewards: standardised(values, rewards, 1e-6)]
+)
+def test_equal_turns_give_exactly_0(compare):
+    to_go = [[0.3, 0.1], [0.3, 0.1], [0.3, 0.1]]
+    assert turn_advantages(to_go, [0.3] * 3, compare) == [[0.0, 0.0]] * 3
+
+
+def test_no_member_and_no_turn():
+    assert turn_advantages([], [], centred) == []
+    assert turn_advantages([[], [1.0]], [0.0, 1.0], centred) == [[], [0.5]]
+
+
+def group(*members):
+    """A group whose members are lists of what each turn was paid; a turn has two tokens."""
+    episodes = []
+    for paid in members:
+        segments = [Segment("prompt", [1])]
+        for _ in paid:
+            segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
+        row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
+        episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=sum(paid)))
+    return Group("g", Task("t"), episodes)
+
+
+def advantages(name, *members, **settings):
+    kind = load_component("learner", name)
+    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare([group(*members)])
+    return [row.arrays["advantages"][row.weights > 0].tolist() for row in rows]
+
+
+def test_of_an_episode_or_of_a_turn():
+    """Turn 1 pays the first member 1 and the second nothing; turn 2 pays 0 and 3."""
+    assert advantages("dr_grpo", [1, 0], [0, 3], credit="episode") == [[-1.0] * 4, [1.0] * 4]
+    assert advantages("dr_grpo", [1, 0], [0, 3], credit="turn") == [[-1, -1, -1.5, -1.5], [1, 1, 1.5, 1.5]]
+
+
+def test_a_discount_fades_from_the_turn_that_earned():
+    """gamma 1/2, no baseline: 4 at the end of turn 2 is 2 and 4 in it, and 1/2 and 1 in turn 1, which earned 8."""
+    assert advantages("reinforce++", [8, 4], gamma=0.5, credit="turn") == [[4.5, 9.0, 2.0, 4.0]]
+    assert advantages("reinforce++", [8, 4], gamma=0.5, credit="episode") == [[1.5, 3.0, 6.0, 12.0]]
+
+
+@pytest.mark.parametrize("name", ["reinforce++_baseline", "rloo", "grpo", "dr_grpo", "reinforce++"])
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_with_one_turn_both_are_the_same(name, gamma):
+    members = [[1], [0], [0.25]]
+    by_turn = advantages(name, *members, credit="turn", gamma=gamma)
+    assert by_turn == advantages(name, *members, credit="episode", gamma=gamma)

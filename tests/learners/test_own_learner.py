@@ -1,0 +1,108 @@
+"""A learner in a user's file works like ours: the example, and an advantage of one's own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from envgym.config import resolve
+from envgym.errors import ConfigError
+from envgym.learner import LearnerConfig, Outputs
+from envgym.registry import load_component
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
+from envgym.workers.layout import pad
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+OWN = '''
+from envgym.learners.monte_carlo import MonteCarlo
+from envgym.learners.policy_gradient import PolicyGradientConfig
+
+
+class Config(PolicyGradientConfig):
+    margin: float = 0.0
+    """Taken off the best."""
+
+
+class AgainstTheBest(MonteCarlo):
+    """How much worse than the group's best an episode was."""
+
+    Config = Config
+    min_group_size = 2
+
+    def advantages(self, values, rewards):
+        return [value - (max(rewards) - self.config.margin) for value in values]
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+def group(*members):
+    """Members are lists of what each turn was paid; a turn has two tokens."""
+    episodes = []
+    for paid in members:
+        segments = [Segment("prompt", [1])]
+        for _ in paid:
+            segments += [Segment("action", [2, 3], logprobs=[-1.0, -1.0]), Segment("feedback", [4])]
+        row = Row(segments[:-1], turns=[Turn(reward, "stop") for reward in paid])
+        episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=sum(paid)))
+    return Group("g", Task("t"), episodes)
+
+
+def step(learner, groups):
+    """(loss, gradients at sampled tokens) of one optimizer step whose model says -1 at every sampled token."""
+    rows = learner.prepare(groups)
+    batch = pad(rows, CPU)
+    logprobs = torch.where(batch.weights > 0, -1.0, float("nan")).requires_grad_()
+    outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
+    loss, _ = learner.loss("actor", outputs, batch, learner.denominators(rows))
+    loss.backward()
+    return loss.item(), logprobs.grad[batch.weights > 0].tolist()
+
+
+def test_the_example_learns_by_hand():
+    """Rewards 3 and 1, baseline 2, two tokens each: -(1 + 1 - 1 - 1) (-1) / 4, and gradients of -1/4 and 1/4."""
+    learner = load_component("learner", f"{ROOT / 'examples' / 'reinforce.py'}:Reinforce")(LearnerConfig(name="mine"))
+    loss, gradient = step(learner, [group([3.0], [1.0])])
+    assert loss == 0
+    assert gradient == [-0.25, -0.25, 0.25, 0.25]
+
+
+def test_an_advantage_of_ones_own_gets_everything_else(own):
+    """The best of 3, 1 and 2 is 3: advantages 0, -2 and -1, in the loss, aggregation and credit of ours."""
+    kind = load_component("learner", own)
+    learner = kind(kind.Config(name=own, policy_loss="cispo", aggregation="sequence"))
+    loss, gradient = step(learner, [group([3.0], [1.0], [2.0])])
+    assert loss == pytest.approx(-1.0)
+    assert gradient == pytest.approx(np.repeat([0, 2, 1], 2) / 2 / 3)
+    by_turn = kind(kind.Config(name=own, credit="turn", margin=0.5))
+    rows = by_turn.prepare([group([1.0, 5.0], [2.0, 0.0])])
+    tokens = [row.arrays["advantages"][row.weights > 0].tolist() for row in rows]
+    assert tokens == [[0.5, 0.5, 0.5, 0.5], [-3.5, -3.5, -4.5, -4.5]]
+
+
+def test_its_roles_and_its_contradictions_are_those_of_ours(own):
+    kind = load_component("learner", own)
+    assert set(kind(kind.Config(name=own, kl={"coef": 0.1})).roles) == {"actor", "reference"}
+    words = {"env": "math_verify", "learner": {"name": own, "policy_loss": "gspo", "old_logprobs": "rollout"}}
+    with pytest.raises(ConfigError, match="key 'old_logprobs': policy_loss gspo"):
+        resolve(words)
+    with pytest.raises(ConfigError, match=r"unknown key 'margn'. Did you mean 'margin'\?"):
+        resolve({"env": "math_verify", "learner": {"name": own, "margn": 1}})
+    with pytest.raises(ConfigError, match="group_size must be at least 2"):
+        resolve({"env": "math_verify", "learner": own, "rollout": {"group_size": 1}})
+
+
+def test_its_rows_of_two_objectives_have_a_denominator_each(own):
+    kind = load_component("learner", own)
+    learner = kind(kind.Config(name=own))
+    rows = learner.prepare([group([1.0], [0.0])])
+    rows[1].objective = Objective.CROSS_ENTROPY
+    assert learner.denominators(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
