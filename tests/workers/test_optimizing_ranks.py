@@ -1,0 +1,117 @@
+"""Weights that two ranks move are those that one moves; a model that ranks share is never whole on each."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.inline import InlineRuntime
+from envgym.workers.local import LocalRuntime
+
+
+def with_group(body, runtime, **arguments):
+    """What the coroutine `body(group)` returns, run on a started group."""
+
+    async def main():
+        try:
+            group = await WorkerGroup.start(runtime, **arguments)
+            try:
+                return await body(group)
+            finally:
+                await group.close()
+        finally:
+            await runtime.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def moved(tmp_path, tied_model, learner, make_rows, denominators):
+    """moved(runtime, …) -> the weights after two steps with Muon, some of them frozen, and their moving average."""
+
+    async def body(group):
+        for seed in (0, 1):
+            rows = make_rows(11, seed)  # an odd number: one of two ranks gets a dummy
+            await group.learn(rows, denominators(rows), 1e-3)
+        await group.export(str(tmp_path / "weights"))
+        await group.save_average(str(tmp_path / "average"))
+        return load_file(tmp_path / "weights"), load_file(tmp_path / "average" / "model.safetensors")
+
+    def run(runtime, **settings):
+        own = {"optimizer": "muon", "lr": 1e-3, "muon_lr": 1e-2, "ema_decay": 0.7, "freeze": [r"layers\.0\.mlp"]}
+        return with_group(
+            body,
+            runtime,
+            role="actor",
+            model=tied_model,
+            learner=learner["learner"],
+            learner_config={**learner["learner_config"], **own},
+            settings=WorkersConfig(tokens_per_microbatch=60, dtype="float32", **settings),
+        )
+
+    return run
+
+
+@pytest.fixture
+def moved_by_one(moved):
+    return moved(InlineRuntime())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"zero_stage": 2, "offload_optimizer": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_ranks_move_weights_as_one_does(moved, moved_by_one, tmp_path, settings):
+    """Shares of ZeRO 2 begin and end within a matrix, which Muon needs whole."""
+    for found, expected in zip(moved(LocalRuntime(tmp_path / "logs"), ranks=2, **settings), moved_by_one, strict=True):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            # The Newton-Schulz iteration makes the smallest directions of a gradient, and their rounding, large.
+            torch.testing.assert_close(found[name], tensor, atol=5e-5, rtol=1e-5)
+
+
+def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    whole = (tmp_path / "model" / "model.safetensors").stat().st_size / 2**20
+    assert whole > 100
+
+    async def peaks(group):
+        """MiB: the most that each rank has held, and what it holds."""
+        statuses = [Path(f"/proc/{handle.pid}/status").read_text() for handle in group._handles]
+        return [
+            [int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1024 for name in ("VmHWM", "VmRSS")]
+            for status in statuses
+        ]
+
+    (most_of_first, _), (most_of_second, held_by_second) = with_group(
+        peaks,
+        LocalRuntime(tmp_path / "logs"),
+        role="reference",
+        model=str(tmp_path / "model"),
+        settings=WorkersConfig(ranks=2, zero_stage=3, dtype="float32"),
+        trained=False,
+    )
+    assert most_of_second - held_by_second < 0.25 * whole  # nothing was there that has gone
+    assert most_of_first - most_of_second > 0.5 * whole  # and the measure sees a whole model
