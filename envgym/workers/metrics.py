@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,15 @@ def merge(parts: Iterable[Metrics]) -> dict[str, float]:
     for part in parts:
         add(total, part)
     return {name: numerator / denominator for name, (numerator, denominator) in total.items() if denominator}
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most that this process has held so far, in GiB: on its GPU as torch has allocated it, else in memory."""
+    if device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> Metrics:

@@ -29,7 +29,7 @@ from .average import MovingAverage
 from .config import WorkersConfig
 from .freezing import freeze
 from .layout import is_silent, micro_batches, pad
-from .metrics import add, mismatch
+from .metrics import add, mismatch, peak_memory
 from .network import TokenScorer, load_model
 from .sequence_parallel import Slices
 
@@ -214,7 +214,7 @@ class ModelWorker:
             copies = self.world_size // self.settings.tensor_parallel
             self.engine.backward(loss * copies, scale_wrt_gas=False)
             add(total, metrics)
-        return total
+        return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated.

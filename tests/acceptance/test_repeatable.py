@@ -26,7 +26,7 @@ SMALL = (
 def lasting(folder: Path) -> list[dict[str, object]]:
     """The metrics without times and rates."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    passing = ("seconds/", "tokens/per_second", "tflops", "mfu")
+    passing = ("seconds/", "tokens/per_second", "tflops", "mfu", "memory/")
     return [{name: value for name, value in record.items() if not name.startswith(passing)} for record in records]
 
 

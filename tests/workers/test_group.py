@@ -69,8 +69,8 @@ def test_two_ranks_learn_what_one_learns(
     for score, other in zip([*scores, few[0]], [*expected, expected[0]], strict=True):
         np.testing.assert_allclose(score, other, atol=1e-5)
     assert metrics.keys() == expected_metrics.keys() >= {"loss", "grad_norm", "mismatch/max", "mismatch/k3"}
-    for name, value in expected_metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+    for name in expected_metrics.keys() - {"memory/max"}:
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4), name
     assert tensors.keys() == expected_weights.keys()
     for name, tensor in expected_weights.items():
         torch.testing.assert_close(tensors[name], tensor, atol=1e-6, rtol=1e-5)
