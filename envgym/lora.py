@@ -48,6 +48,8 @@ class LoraConfig(BaseModel):
             raise ConfigError(
                 f"lora.dropout={self.dropout:g} would train another policy than the one that is sampled: set it to 0"
             )
+        if workers.tensor_parallel > 1:
+            raise ConfigError(f"the adapter of the {role} needs whole layers: set workers.tensor_parallel=1")
         if self.quantize != "none" and workers.partitions(trained=True):
             raise ConfigError(f"lora.quantize={self.quantize} needs workers.zero_stage 0, 1 or 2, not 3")
 

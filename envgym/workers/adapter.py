@@ -69,6 +69,8 @@ class Adapter:
                 "lora.targets: the embedding and the head cannot have an adapter, only linear layers within"
             )
 
+        model.register_state_dict_post_hook(_leave_the_base_out)
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Within it the model is its base, bit for bit. What is trainable stays so, and parameters are used in the
@@ -84,7 +86,7 @@ class Adapter:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapter, whole, under the names of peft's files. Ranks must call it together."""
         for name, parameter in self.model.named_parameters():
-            if ".lora_" in name or f".modules_to_save.{NAME}." in name:
+            if _is_of_adapter(name):
                 yield PREFIX + _plain(name), whole(parameter)
 
     def write(self, folder: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -173,6 +175,17 @@ def n_numbers(parameter: torch.nn.Parameter) -> int:
     if state is not None:
         return math.prod(state.shape)
     return tensor_parallel.n_numbers(parameter)
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name or f".modules_to_save.{NAME}." in name
+
+
+def _leave_the_base_out(model: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A checkpoint need not hold what the run finds where it began. (DeepSpeed leaves frozen parameters out itself, but
+    neither a tied head nor what belongs to weights in 4 bits.)"""
+    for name in [name for name in state if name.startswith(prefix) and not _is_of_adapter(name)]:
+        del state[name]
 
 
 def _plain(name: str) -> str:

@@ -1,0 +1,276 @@
+"""Adapters in the worker: only they learn, as peft and plain arithmetic say; the base stays, and can be had back."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from envgym.errors import ConfigError, MissingDependency
+from envgym.lora import LoraConfig
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.local import LocalRuntime
+from envgym.workers.model import ModelWorker
+
+LORA = {"rank": 4, "alpha": 6}
+
+
+@pytest.fixture
+def make_worker(untied_model, learner):
+    workers = []
+
+    def make(zero_stage=0, role="actor", head="lm", lora=LORA, deepspeed=None, model=untied_model, **settings):
+        settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
+        worker = ModelWorker(role=role, model=model, settings=settings, head=head, lora=lora, **learner)
+        workers.append(worker)
+        worker.load()
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def adapter_of(worker, folder: Path):
+    worker.export_adapter(str(folder))
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def logprobs(model, rows):
+    out = []
+    for row in rows:
+        ids = torch.tensor(row.token_ids)[None]
+        logits = model(input_ids=ids).logits[0, :-1] / float(row.temperatures[0])
+        out.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return out
+
+
+def steps_by_hand(base, folder, rows, n_steps):
+    """The adapter after steps of plain gradient descent at rate 1, in float64, by peft alone."""
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), folder, is_trainable=True
+    ).double()
+    totals = {}
+    for row in rows:
+        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+    for _ in range(n_steps):
+        for row, taken in zip(rows, logprobs(model, rows), strict=True):
+            (-(taken * torch.tensor(row.weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data -= parameter.grad
+                parameter.grad = None
+    return {name: tensor.float() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_only_the_adapter_learns(
+    make_worker, make_rows, denominators, plain_gradient_descent, untied_model, tmp_path, zero_stage
+):
+    rows = make_rows(6)
+    worker = make_worker(zero_stage, deepspeed=plain_gradient_descent)
+    before = adapter_of(worker, tmp_path / "before")
+    for _ in range(2):  # the first moves B alone, which begins at zero
+        worker.accumulate([rows[:4], rows[4:]], denominators(rows))
+        worker.step(1.0)
+    after = adapter_of(worker, tmp_path / "after")
+    expected = steps_by_hand(untied_model, tmp_path / "before", rows, 2)
+    assert after.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (tensor - before[name]).abs().max() > 1e-3
+        torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
+    assert worker.info()["n_trained"] == sum(tensor.numel() for tensor in after.values())
+    worker.export(str(tmp_path / "base.safetensors"))
+    kept = load_file(tmp_path / "base.safetensors")
+    base = load_file(Path(untied_model) / "model.safetensors")
+    assert kept.keys() == base.keys()
+    assert all(torch.equal(kept[name], base[name]) for name in base)
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {},
+        {"ranks": 2, "zero_stage": 2},
+        {"ranks": 2, "zero_stage": 3},
+        pytest.param({"ranks": 2, "sequence_parallel": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_ranks_leave_is_the_policy(
+    make_rows, denominators, plain_gradient_descent, learner, tied_model, tmp_path, workers
+):
+    """Real processes: the merged model, the adapter's folder and the workers say the same; without it they say what the
+    base says, to the bit."""
+    rows = make_rows(7)
+
+    async def body(group):
+        reference = group.without_adapter("reference")
+        before = await group.forward(rows), await reference.forward(rows)
+        for _ in range(3):
+            await group.learn(rows, denominators(rows), 0.3)
+        await group.save(str(tmp_path / "model"))
+        await group.export_adapter(str(tmp_path / "adapter"))
+        after = await reference.forward(rows)
+        await group.learn(rows, denominators(rows), 0.0)  # what learns does so after a pass without the adapter
+        return before, after, await group.forward(rows)
+
+    settings = WorkersConfig(**workers, dtype="float32", deepspeed=plain_gradient_descent)
+
+    async def main():
+        runtime = LocalRuntime(tmp_path / "logs")
+        try:
+            group = await WorkerGroup.start(
+                runtime, role="actor", model=tied_model, settings=settings, lora=LoraConfig(**LORA), **learner
+            )
+            return await body(group)
+        finally:
+            await runtime.close()
+
+    (start, base), after, learned = asyncio.run(main())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.float32)
+    with_adapter = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    with torch.no_grad():
+        merged_says, peft_says = logprobs(merged, rows), logprobs(with_adapter, rows)
+    for index in range(len(rows)):
+        assert np.array_equal(start[index], base[index])
+        assert np.array_equal(after[index], base[index])
+        assert np.abs(learned[index] - base[index]).max() > 0.1
+        counts = rows[index].weights[1:] != 0  # nothing is asked of the others
+        np.testing.assert_allclose(learned[index][1:][counts], merged_says[index][counts], atol=1e-5)
+        np.testing.assert_allclose(learned[index][1:][counts], peft_says[index][counts], atol=1e-5)
+    assert not any("lora" in name or "base_layer" in name for name in load_file(tmp_path / "model/model.safetensors"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_learning_goes_on_from_a_small_checkpoint(make_worker, make_rows, denominators, tmp_path, zero_stage):
+    rows = make_rows(4)
+
+    def learn(worker):
+        worker.accumulate([rows], denominators(rows))
+        worker.step(1e-2)
+
+    worker = make_worker(zero_stage)
+    learn(worker)
+    worker.save_state(str(tmp_path / "state"))
+    learn(worker)
+    expected = adapter_of(worker, tmp_path / "straight")
+    other = make_worker(zero_stage)
+    other.load_state(str(tmp_path / "state"))
+    learn(other)
+    got = adapter_of(other, tmp_path / "resumed")
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    [states] = (tmp_path / "state/deepspeed").glob("*model_states.pt")
+    held = torch.load(states, weights_only=False)["module"]
+    assert all("lora_" in name for name in held)
+
+
+def test_a_critics_head_learns_in_full(make_worker, make_rows, denominators, untied_model, tmp_path):
+    rows = make_rows(4)
+    worker = make_worker(role="critic", head="scalar")
+    for _ in range(3):
+        worker.accumulate([rows], denominators(rows))
+        worker.step(1e-2)
+    values = worker.forward(rows)
+    worker.save(str(tmp_path / "model"))
+    worker.export_adapter(str(tmp_path / "adapter"))
+    merged = AutoModelForTokenClassification.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    base = AutoModelForTokenClassification.from_pretrained(untied_model, dtype=torch.float32, num_labels=1)
+    with_adapter = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    for row, value in zip(rows, values, strict=True):
+        ids = torch.tensor(row.token_ids)[None]
+        with torch.no_grad():
+            np.testing.assert_allclose(merged(input_ids=ids).logits[0, :, 0], value, atol=1e-5)
+            np.testing.assert_allclose(with_adapter(input_ids=ids).logits[0, :, 0], value, atol=1e-5)
+    head = load_file(tmp_path / "adapter/adapter_model.safetensors")["base_model.model.score.weight"]
+    assert worker.info()["n_trained"] > head.numel() > 0
+
+
+def test_named_layers_alone_get_an_adapter(make_worker, tmp_path):
+    worker = make_worker(lora={"rank": 2, "targets": ["q_proj", "v_proj"]})
+    names = {name.split(".")[-3] for name in adapter_of(worker, tmp_path)}
+    assert names == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_rows, denominators, tmp_path, dtype):
+    """The base is computed with in one way in every pass, and what is saved is the policy that learned."""
+    rows = make_rows(6)
+    worker = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)
+    plain = make_worker(lora=LORA, dtype=dtype)
+    ours, full = worker.forward_base(rows), plain.forward_base(rows)
+    assert max(np.abs(a - b).max() for a, b in zip(ours, full, strict=True)) > 0.05  # there were 4 bits
+    losses = []
+    for _ in range(12):
+        total = worker.accumulate([rows], denominators(rows))["loss"]
+        losses.append(total[0] / total[1])
+        worker.step(2e-2)
+    assert losses[-1] < 0.8 * losses[0]
+    scores = worker.forward(rows)
+    assert all(np.array_equal(a, b) for a, b in zip(worker.forward_base(rows), ours, strict=True))
+    worker.save(str(tmp_path / "model"))
+    assert "quantization_config" not in json.loads((tmp_path / "model/config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        says = logprobs(merged, rows)
+    bound = 1e-5 if dtype == "float32" else 0.2  # merging rounds to the number format
+    for row, score, said in zip(rows, scores, says, strict=True):
+        counts = row.weights[1:] != 0  # nothing is asked of the others
+        np.testing.assert_allclose(score[1:][counts], said.float()[counts], atol=bound)
+    worker.save_state(str(tmp_path / "state"))
+    other = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)
+    other.load_state(str(tmp_path / "state"))
+    assert all(np.array_equal(a, b) for a, b in zip(other.forward(rows), scores, strict=True))
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["qproj"], r"lora.targets=\['qproj'\]: Target modules {'qproj'} not found in the base model"),
+        (["lm_head"], "lora.targets: the embedding and the head cannot have an adapter"),
+    ],
+)
+def test_targets_that_cannot_be(make_worker, targets, said):
+    with pytest.raises(ConfigError, match=said):
+        make_worker(lora={"rank": 2, "targets": targets})
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "said"),
+    [
+        ({"quantize": "4bit"}, {}, "lora.quantize of the actor has no effect without an adapter: set lora.rank"),
+        ({"alpha": 3}, {}, "lora.alpha of the actor has no effect without an adapter: set lora.rank"),
+        ({"rank": 4, "dropout": 0.1}, {}, "lora.dropout=0.1 would train another policy than the one that is sampled"),
+        ({"rank": 4}, {"tensor_parallel": 2, "ranks": 2}, "the adapter of the actor needs whole layers"),
+        ({"rank": 4, "quantize": "4bit"}, {"zero_stage": 3}, "lora.quantize=4bit needs workers.zero_stage 0, 1 or 2"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, workers, said):
+    with pytest.raises(ConfigError, match=said):
+        LoraConfig(**settings).check("actor", WorkersConfig(**workers), samples=True)
+
+
+def test_dropout_is_for_recorded_data():
+    LoraConfig(rank=4, dropout=0.1).check("actor", WorkersConfig(), samples=False)
+
+
+@pytest.mark.parametrize(("package", "extra", "settings"), [
+    ("peft", "lora", {"rank": 4}), ("bitsandbytes", "qlora", {"rank": 4, "quantize": "4bit"}),
+])  # fmt: skip
+def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch, package, extra, settings):
+    monkeypatch.setattr("envgym.lora.find_spec", lambda name: None if name == package else object())
+    LoraConfig().check_installed()
+    with pytest.raises(
+        MissingDependency, match=rf"'{package}', which is not installed: pip install 'envgym\[{extra}\]'"
+    ):
+        LoraConfig(**settings).check_installed()
