@@ -49,7 +49,7 @@ def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count
-    if failed:
+    if episodes:
         record["failures/share"] = sum(episode.failed for episode in episodes) / len(episodes)
     return record
 

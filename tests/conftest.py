@@ -107,6 +107,21 @@ def serving():
     return serving
 
 
+@pytest.fixture(scope="session")
+def documented_metrics():
+    """The names in the tables of `docs/metrics.md` as patterns, and whether every run logs each: those that come only
+    with a setting say so in italics."""
+    import re
+
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().split("\n## Alarms\n")[0]
+    names = {}
+    for cell, says in re.findall(r"^\| (`.+?) \| (.*?) \|", page, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", cell):
+            pattern = re.sub(r"[A-Z]+", "[^/]+", re.escape(name).replace("…", ".+"))
+            names[re.compile(pattern)] = not says.startswith("_")
+    return names
+
+
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
     "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"

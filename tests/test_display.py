@@ -94,6 +94,12 @@ def test_a_long_rollout_shows_that_it_goes_on(lines):
     assert printed() == ["starting", "30 of 100 episodes", "60 of 100 episodes", "90 of 100 episodes"]
 
 
+def test_an_alarm_is_a_line_of_its_own(lines):
+    display, _, printed = lines
+    display.alarm(12, "most of the episodes run into a limit")
+    assert printed() == ["alarm at step 12: most of the episodes run into a limit"]
+
+
 def test_a_supervised_stage_shows_its_loss(lines):
     display, _, printed = lines
     display.evaluation(0, {"eval/loss": 5.25, "n_tasks": 64})
@@ -191,6 +197,14 @@ def test_the_table_shows_the_state_of_the_run(live):
         "rollout 1.10 s", "learn 0.70 s",
     ):  # fmt: skip
         assert shown in table, shown
+
+
+def test_an_alarm_stays_above_the_table(live):
+    display, draw = live
+    display.phase("training")
+    display.alarm(12, "[most] of the episodes run into a limit")
+    assert "alarm at step 12: [most] of the episodes run into a limit" in display._console.file.getvalue()
+    assert "alarm" not in draw()
 
 
 def test_held_out_score_is_shown_beside_where_it_came_from(live):

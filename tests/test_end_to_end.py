@@ -101,6 +101,14 @@ def test_metrics_have_a_line_a_step(run):
     assert steps[-1]["eval/score"] == run.summary["eval"]["after"]["score"]
 
 
+def test_the_page_on_metrics_has_a_line_for_every_name(run, documented_metrics):
+    logged = {name for record in run.metrics for name in record}
+    assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in documented_metrics)] == []
+    always = [pattern for pattern, in_every_run in documented_metrics.items() if in_every_run]
+    assert len(always) > 35
+    assert [pattern.pattern for pattern in always if not any(map(pattern.fullmatch, logged))] == []
+
+
 def test_rollouts_hold_exactly_what_was_sampled(run, tiny_model):
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
@@ -173,6 +181,49 @@ def test_demonstrations_are_learned_without_an_engine(tmp_path, tiny_model):
     assert run.summary["eval"]["after"]["eval/loss"] < run.summary["eval"]["before"]["eval/loss"]
     assert run.summary["tokens"] == {"sampled": 0, "trained": run.summary["tokens"]["trained"]}
     assert run.summary["tokens"]["trained"] > 0
+
+
+HALF = '''
+import envgym
+
+class Half(envgym.Env):
+    """Of odd numbers it pays the share of lower-case letters, of even ones nothing: half of the groups are flat."""
+
+    async def reset(self, *, seed=None, options=None):
+        self.number = self.rng.randint(1, 99)
+        return [{"role": "user", "content": f"Say something about {self.number}."}], {}
+
+    async def step(self, action):
+        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
+        return None, share * (self.number % 2), True, False, {}
+'''
+
+
+def test_with_a_critic_a_filter_text_and_a_tracker_a_step_is_full_and_all_of_it_is_told(
+    tmp_path, tiny_model, documented_metrics
+):
+    (tmp_path / "half.py").write_text(HALF)
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the answer is {n}."}}\n' for n in range(20)))
+    program(
+        tmp_path, "train", "--env", "half.py", "--model", tiny_model, "--name", "full", "--learner", "ppo", "steps=2",
+        "learner.lr=1e-3", "learner.minibatches=2", "learner.kl.coef=0.01", "rollout.tasks=4", "rollout.group_size=4",
+        "rollout.max_tokens=12", "rollout.filter.zero_variance=true", "pretrain.path=text.jsonl", "pretrain.rows=3",
+        "eval.every=0", "engine.kind=transformers", "report_to=tensorboard",
+    )  # fmt: skip
+    run = Run(tmp_path / "runs" / "full", "")
+    for record in run.metrics[-2:]:
+        assert record["filter/kept_share"] < 1
+        assert record["filter/rounds"] > 1
+        assert record["episodes"] > record["learner/episodes"] == 16  # what is dropped is played and told all the same
+        assert (record["filter/filled_share"], record["tokens/pretrain"] > 0) == (1, True)
+        assert record["policy/ratio/min"] < 1 < record["policy/ratio/max"]
+        assert {"critic/grad_norm", "critic/memory/max", "value/explained_variance", "pretrain/loss"} <= record.keys()
+    assert run.summary["filtered_groups"]["zero_variance"] > 0
+    assert run.summary["alarms"].keys() <= {"truncation"}  # random weights seldom end a turn
+    logged = {name for record in run.metrics for name in record}
+    assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in documented_metrics)] == []
+    assert run.summary["trackers"] == {"tensorboard": {"failures": 0}}
+    assert list((run.folder / "tensorboard").glob("events.out.tfevents.*"))
 
 
 FRAGILE = '''

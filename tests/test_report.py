@@ -76,6 +76,15 @@ def test_a_run_that_stopped_before_its_second_evaluation_has_no_after(summary):
     assert dict(summary_lines(summary))["held-out"] == "before 0.412 [0.370, 0.455]   512 tasks, 95% intervals"
 
 
+def test_alarms_are_counted_at_the_end_and_phases_that_took_no_time_left_out(summary):
+    summary |= {"alarms": {"truncation": 2, "kl": 1}}
+    summary["seconds"] |= {"score": 0.0, "prepare": 1.0}
+    lines = dict(summary_lines(summary))
+    assert lines["alarms"] == "truncation 2, kl 1   what each means: docs/metrics.md"
+    assert "score" not in lines["time"]
+    assert "prepare" in lines["time"]
+
+
 def test_greedy_is_reported_on_its_own_line(summary):
     summary["eval"] |= {"greedy_before": BEFORE, "greedy_after": {**AFTER, "score": 0.96}}
     assert "after 0.960" in dict(summary_lines(summary))["greedy"]
