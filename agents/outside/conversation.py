@@ -117,7 +117,11 @@ class Conversation:
 
     @property
     def rows(self) -> list[Row]:
-        return [row for branch in self._branches for row in branch.transcript.rows]
+        """In the order in which they were last sampled from, so that what the episode earned at its end is the last
+        row's, and everything else came before it."""
+        when = {id(turn): number for number, turn in enumerate(self.turns)}
+        rows = [row for branch in self._branches for row in branch.transcript.rows if row.turns]
+        return sorted(rows, key=lambda row: when[id(row.turns[-1])])
 
     def episode(
         self, task: Task, outcome: Outcome, reward: float | None, info: Mapping[str, Any], messages: list[Message]

@@ -173,7 +173,7 @@ def test_a_rewritten_history_and_a_sub_agent_are_rows_of_their_own(renderer, rec
     engine = recording(Scripted(renderer, lambda n, prompt: f"turn {n}"))
     [episode] = play(renderer, engine, program(tmp_path, source))
     assert not episode.failed, episode.outcome
-    assert [len(row.turns) for row in episode.rows] == [2, 1, 1]
+    assert [len(row.turns) for row in episode.rows] == [1, 2, 1]
     sampled = [segment.token_ids for row in episode.rows for segment in row.segments if segment.role == "action"]
     assert sorted(map(tuple, sampled)) == sorted(said.token_ids for _, said in engine.answers.values())
     for row in episode.rows:  # each turn was sampled after exactly the segments before it
@@ -183,6 +183,23 @@ def test_a_rewritten_history_and_a_sub_agent_are_rows_of_their_own(renderer, rec
                 assert (before, tuple(segment.token_ids)) in [(a, s.token_ids) for a, s in engine.answers.values()]
     assert episode.reward == 1.0
     assert episode.metrics["calls"] == 4.0
+
+
+def test_the_row_that_was_sampled_from_last_is_the_last_and_has_the_reward(renderer, recording, tmp_path):
+    """Learners read an episode's rows as one time line: a sub-agent's turns come before what they were asked for."""
+    source = (
+        PLAIN
+        + """
+    main = [{"role": "user", "content": "plan"}]
+    main.append(ask(main))
+    ask([{"role": "user", "content": "a sub-agent"}])
+    ask([*main, {"role": "user", "content": "go on"}])
+    print("42")
+    """
+    )
+    [episode] = play(renderer, recording(Scripted(renderer, lambda n, prompt: f"turn {n}")), program(tmp_path, source))
+    assert [len(row.turns) for row in episode.rows] == [1, 2]
+    assert [[turn.reward for turn in row.turns] for row in episode.rows] == [[None], [None, 1.0]]
 
 
 @pytest.mark.parametrize(
