@@ -76,6 +76,17 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
+def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's record says of an evaluation: the score and its interval, also of a mixture's members, or what the
+    learner measured on recorded episodes."""
+    if "score" not in result:
+        return {name: value for name, value in result.items() if "/" in name}
+    record = {"eval/score": result["score"], "eval/ci95": result["ci95"]}
+    for name, member in result.get("envs", {}).items():
+        record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
+    return record
+
+
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest of the `ordered` values that at least `share` of them do not exceed (nearest rank)."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

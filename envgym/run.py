@@ -18,8 +18,9 @@ from .models import fetch_model
 from .placement import Place, prepared, start_parts
 from .report import PICTURE, plot
 from .run_folder import RunFolder, stage_folders, write_atomically
+from .stop import Stopped
 from .trackers import Story, Trackers, check_installed, run_id
-from .trainer import Stopped, Trainer
+from .trainer import Trainer
 
 if TYPE_CHECKING:
     from .display import Display

@@ -3,17 +3,18 @@
 Every method of the field is this loop with other parts: which environment poses tasks, which agent answers them,
 which learner reads the buffer. The loop knows none of them by name. It is synchronous: a step's episodes come from
 the weights that the step before it left, so the sampler's log-probabilities are the old ones, no pass is spent on
-recomputing them, and comparing them with the trainer's own shows whether the last sync arrived.
+recomputing them, and comparing them with the trainer's own shows whether the last sync arrived. (Groups that a filter
+has carried over are a step older; their rows say so.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .buffer import Buffer
 from .config import RunConfig, StageConfig
@@ -23,7 +24,14 @@ from .errors import RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
 from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
-from .metrics import check_failures, computing_metrics, rollout_metrics, speed_metrics, token_counts
+from .metrics import (
+    check_failures,
+    computing_metrics,
+    held_out_metrics,
+    rollout_metrics,
+    speed_metrics,
+    token_counts,
+)
 from .optimizer_steps import cut, learning_rate, over_steps
 from .pretraining import Pretraining, spread
 from .progress import Progress
@@ -31,6 +39,7 @@ from .recorder import Recorder
 from .rollout import Play, Runner
 from .rollout_file import write_rollouts
 from .run_folder import RunFolder
+from .stop import Stop, Stopped
 from .sync import WeightSync
 from .task_cursor import TaskCursor
 from .types import Group, Task
@@ -38,12 +47,6 @@ from .workers.group import WorkerGroup
 
 if TYPE_CHECKING:
     from .display import Display
-
-T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """The user asked the run to stop (Ctrl-C)."""
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Trainer:
         self.parts = parts
         self.folder = folder
         self.display = display
-        self.stop = asyncio.Event()
+        self.stop = Stop()
         self.progress = Progress()
         self.recorder = Recorder(folder, display, stage.steps)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
@@ -223,34 +226,18 @@ class Trainer:
         with self.progress.timed("eval"):
             if self.parts.runner.agent.samples:
                 results = {when: await self.held_out.sampled()}
-                self.progress.record["eval/score"] = results[when]["score"]
-                self.progress.record["eval/ci95"] = results[when]["ci95"]
-                for name, member in results[when].get("envs", {}).items():
-                    self.progress.record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
                 if self.stage.eval.greedy and step in (0, self.stage.steps):
                     results[f"greedy_{when}"] = await self.held_out.greedily()
             else:
                 results = {when: await self.held_out.recorded(self.parts.learner, self.parts.workers["actor"])}
-                self.progress.record |= {name: value for name, value in results[when].items() if "/" in name}
+        self.progress.record |= held_out_metrics(results[when])
         self.progress.evals |= results
         for result in results.values():
             self.display.evaluation(step, result)
 
     async def play(self, tasks: Sequence[Task], play: Play) -> list[Group]:
         """Play tasks, unless the user stops the run first."""
-        return await self.unless_stopped(self.parts.runner.play(tasks, play, self.display.rollout))
-
-    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        job, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
-        try:
-            await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not job.done():
-                raise Stopped
-            return job.result()
-        finally:
-            job.cancel()
-            stop.cancel()
-            await asyncio.gather(job, stop, return_exceptions=True)
+        return await self.stop.unless(self.parts.runner.play(tasks, play, self.display.rollout))
 
     # -- state --------------------------------------------------------------------------------------------
 

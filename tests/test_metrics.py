@@ -8,6 +8,7 @@ from envgym.learner import LearnRow
 from envgym.metrics import (
     check_failures,
     computing_metrics,
+    held_out_metrics,
     percentile,
     rollout_metrics,
     speed_metrics,
@@ -142,3 +143,16 @@ def test_utilisation_by_hand():
     assert told == pytest.approx({"tflops": 7.4e-3, "mfu": 0.074})
     assert computing_metrics({**info, "peak_flops": None}, [learned(10, 4)], 1, 1.0) == pytest.approx({"tflops": 0.02})
     assert computing_metrics({}, [learned(10, 4)], 1, 1.0) == {}
+
+
+# -- held-out tasks ---------------------------------------------------------------------------------------
+
+
+def test_what_a_record_says_of_an_evaluation():
+    member = {"score": 0.25, "ci95": [0.2, 0.3], "n_tasks": 4}
+    sampled = {"score": 0.5, "ci95": [0.4, 0.6], "n_tasks": 8, "tokens": 10}
+    assert held_out_metrics(sampled) == {"eval/score": 0.5, "eval/ci95": [0.4, 0.6]}
+    assert held_out_metrics({**sampled, "envs": {"sums": member}}) == {
+        "eval/score": 0.5, "eval/ci95": [0.4, 0.6], "eval/sums/score": 0.25, "eval/sums/ci95": [0.2, 0.3],
+    }  # fmt: skip
+    assert held_out_metrics({"eval/loss": 1.5, "n_tasks": 8}) == {"eval/loss": 1.5}
