@@ -71,7 +71,8 @@ class WeightSync:
 
     async def _difference_on_probe(self) -> float:
         token_ids = self.renderer.prompt(Observation(text=PROBE))
-        [scored] = await self.actor.forward([LearnRow.of(Row([Segment("prompt", token_ids)]))])
+        # As if it were an action: tokens that do not count are not scored.
+        [scored] = await self.actor.forward([LearnRow.of(Row([Segment("action", token_ids)]))])
         sampled = await self.engine.score(tuple(token_ids))
         return float(max(abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)))
 

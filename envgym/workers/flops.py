@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from .adapter import n_numbers
+
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -68,7 +70,7 @@ def flops_per_token(model: nn.Module) -> tuple[float, float]:
         if parameter is embedding.weight and not tied:
             continue
         met = share if ".experts." in name else 1.0
-        a += met * (6 if parameter.requires_grad else 4) * getattr(parameter, "ds_numel", parameter.numel())
+        a += met * (6 if parameter.requires_grad else 4) * n_numbers(parameter)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return a, 12.0 * config.num_attention_heads * width * kinds.count("full_attention")

@@ -112,7 +112,7 @@ class WorkerGroup:
     async def accumulate(self, rows: Sequence[LearnRow], denominators: Mapping[str, float]) -> dict[str, float]:
         """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
         `mismatch/…`."""
-        shares = micro_batches(rows, self.settings.budget, self._n_shares)
+        shares = micro_batches(rows, self.settings.budget, self._n_shares, packed=self.info["packed"])
         results = await self._on_shares("accumulate", [(share, dict(denominators)) for share in shares])
         return merge(
             # Ranks that share rows have the same sums to say of them, but may differ in what is the largest.

@@ -139,12 +139,11 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # The factor between a logit and what is made of it, once for each row instead of for each logit.
         of_logprobs = of_logprobs / vocabulary.temperatures * rescaling.scale
-        if ctx.graph:
-            assert of_entropies is not None
+        if ctx.graph and of_entropies is not None:
             of_entropies = of_entropies / vocabulary.temperatures * rescaling.scale
         d_hidden = torch.zeros_like(hidden, dtype=of_logprobs.dtype) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
-        d_bias = torch.empty_like(vocabulary.bias) if wants_bias else None
+        d_bias = torch.empty_like(vocabulary.bias) if wants_bias and vocabulary.bias is not None else None
         for part in vocabulary.slices:
             logits = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
             ctx.logits = None  # overwritten below
@@ -152,7 +151,7 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
             if rescaling.cap is not None:
                 slope = 1 - (logits * (vocabulary.temperatures / rescaling.cap)[:, None]).square()
             logits.sub_(ctx.total[:, None])  # now log p
-            if ctx.graph:
+            if of_entropies is not None and ctx.graph:
                 factor = (logits + ctx.entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
                 gradient = logits.exp_().mul_(factor)
                 del factor

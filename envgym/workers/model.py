@@ -12,6 +12,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,18 +20,22 @@ import numpy as np
 import torch
 
 from envgym import weights
-from envgym.errors import RunError
-from envgym.learner import Learner, LearnRow, Metrics, Outputs
+from envgym.errors import ConfigError, RunError
+from envgym.learner import Learner, LearnRow, Metrics, Outputs, RowBatch
 from envgym.lora import LoraConfig
+from envgym.types import Row, Segment
 
 from . import muon, tensor_parallel, zero
 from .adapter import Adapter, n_numbers, whole
 from .average import MovingAverage
 from .config import WorkersConfig
+from .experts import check_mixture, is_mixture
+from .flops import flops_per_token, peak_flops
 from .freezing import freeze
-from .layout import is_silent, micro_batches, pad
+from .layout import cost, is_silent, micro_batches, pad
 from .metrics import add, mismatch, peak_memory
 from .network import TokenScorer, load_model
+from .packing import packs
 from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
@@ -120,7 +125,10 @@ class ModelWorker:
         # Partitioned parameters come from rank 0, which alone has to hold all of them for a while. (Not with AutoTP: it
         # cuts a rank's part out of what that rank has.)
         empty = partitioned and self.rank > 0 and tensor_parallel_size == 1
-        model = load_model(self.model_name, self.head, dtype, empty=empty, quantize=self.lora.quantize)
+        attention = self.settings.attention
+        model = load_model(
+            self.model_name, self.head, dtype, attention=attention, empty=empty, quantize=self.lora.quantize
+        )
         if tensor_parallel_size > 1:
             tensor_parallel.check(model, tensor_parallel_size)
         slices = Slices.of(self.settings.sequence_parallel, stride=tensor_parallel_size)
@@ -134,16 +142,17 @@ class ModelWorker:
             first = next(name for name, spec in roles.items() if spec.trained)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.role == first)
+        self._flops = flops_per_token(model)  # of all of it, before it is spread over ranks
         role = self.learner.roles.get(self.role) if self.learner else None
         self.network = TokenScorer(
             model,
             self.head,
-            same_chunks=partitioned and self.world_size > 1,
             entropy=role is not None and role.entropy,
+            balance=self._balances(model),
             slices=slices,
         )
         if tensor_parallel_size > 1:
-            self.network.config = model.config  # where AutoTP looks for the plan
+            tensor_parallel.prepare(self.network, model)
         if self.trained or partitioned or tensor_parallel_size > 1:
             self.engine = zero.engine(self.network, config, self.device, self._optimizer())
         else:
@@ -151,19 +160,33 @@ class ModelWorker:
         if learner_config and learner_config.ema_decay and self.role == "actor":
             where = torch.device("cpu") if self.settings.offload_optimizer else self.device
             self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, where)
+        self.network.packed = self._packs()
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        """What this rank is: parameters (of the whole model; those that learn), an adapter, device, ZeRO stage, rank."""
+        """What this rank is: parameters (of the whole model; those that learn), adapter, device, ZeRO stage, rank; how
+        attention is computed and whether rows go through it packed.
+
+        `flops_per_token` (a, b): learning from a token of a sequence of T takes the model a + b T FLOPs (see `flops`).
+        `peak_flops`: what this rank's device can do in a second, None where that is not known (on a CPU).
+        """
+        peak = None
+        dtype = str(next(self.network.parameters()).dtype).removeprefix("torch.")
+        if self.device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(self.device), dtype)
         return {
             "role": self.role,
             "n_parameters": sum(n_numbers(p) for p in self.network.parameters()),
             "n_trained": sum(n_numbers(p) for p in self.network.parameters() if p.requires_grad),
             "adapter": self.adapter is not None,
             "device": str(self.device),
-            "dtype": str(next(self.network.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype,
             "zero_stage": self.settings.zero_stage,
             "rank": self.rank,
+            "attention": self.network.model.config._attn_implementation,
+            "packed": self.network.packed,
+            "flops_per_token": self._flops,
+            "peak_flops": peak,
         }
 
     def close(self) -> None:
@@ -183,19 +206,17 @@ class ModelWorker:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
-        """One float32 array [T] a row, in order. Only `token_ids` and `temperatures` are read.
+        """One float32 array [T] a row, in order. `arrays` are not read.
 
-        `lm` head: log p(token t | those before), in nats, at the token's temperature; 0 at t = 0. `scalar`: values.
+        `lm` head: log p(token t | those before), in nats, at the token's temperature, of tokens that have a weight or
+        were sampled; 0 for the others, of which no logits are computed, and at t = 0. `scalar`: values, of all tokens.
         """
         self.engine.eval()
-        numbered = [_alone(row, index) for index, row in enumerate(rows)]
-        [batches] = micro_batches(numbered, self.settings.budget, 1)
+        numbered = [replace(row, arrays={}, unit=index) for index, row in enumerate(rows)]
+        [batches] = micro_batches(numbered, self.settings.budget, 1, packed=self.network.packed)
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
         for batch in self._as_many_as_other_ranks(batches):
-            ids = pad(batch, self.device).token_ids
-            numbers, *_ = self.engine(
-                ids, torch.ones_like(ids, dtype=torch.bool), self._temperatures(batch, ids.shape[1])
-            )
+            numbers = self._ask(batch, [pad(batch, self.device)])["logprobs" if self.head == "lm" else "values"]
             for row, line in zip(batch, numbers.cpu().numpy(), strict=True):
                 scores[row.unit] = line[: len(row.token_ids)].copy()
         return scores
@@ -203,13 +224,15 @@ class ModelWorker:
     def accumulate(self, microbatches: Sequence[list[LearnRow]], denominators: Mapping[str, float]) -> Metrics:
         """Forward and backward over all of this rank's micro-batches of one optimizer step.
 
-        `denominators` are the whole step's, so that the gradient does not depend on how it was cut.
+        `denominators` are the whole step's, so that the gradient does not depend on how it was cut. That of the loss
+        which balances experts does: it is each micro-batch's own, by its share of the step's tokens.
         """
         self.engine.train()
+        shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
         total: Metrics = {}
         for index, batch in enumerate(microbatches):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            loss, metrics = self._loss(batch, denominators)
+            loss, metrics = self._loss(batch, denominators, shares[index])
             # DeepSpeed averages gradients over the ranks that have the same weights; the loss is a share of the sum.
             copies = self.world_size // self.settings.tensor_parallel
             self.engine.backward(loss * copies, scale_wrt_gas=False)
@@ -236,7 +259,9 @@ class ModelWorker:
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
-    def _loss(self, rows: list[LearnRow], denominators: Mapping[str, float]) -> tuple[torch.Tensor, Metrics]:
+    def _loss(
+        self, rows: list[LearnRow], denominators: Mapping[str, float], share_of_tokens: float
+    ) -> tuple[torch.Tensor, Metrics]:
         """A micro-batch's share of the step's loss, over all its objectives."""
         assert self.learner is not None
         by_objective: dict[str, list[LearnRow]] = {}
@@ -245,28 +270,41 @@ class ModelWorker:
         rows = [row for part in by_objective.values() for row in part]
         length = max(len(row.token_ids) for row in rows)
         batches = [pad(part, self.device, length) for part in by_objective.values()]
-        ids, row_weights, old = (
-            torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
-        )
-        outputs = self.engine(ids, (row_weights != 0) | old.isfinite(), self._temperatures(rows, length))
-        loss = 0.0 * outputs[0].sum()  # keeps every parameter in the graph: ranks must reduce the same ones
+        said = self._ask(rows, batches)
+        balance = said.pop("balance", None)
+        loss = 0.0 * next(iter(said.values())).sum()  # every parameter is in the graph: ranks must reduce the same ones
         metrics: Metrics = {}
+        if balance is not None:
+            loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
+            metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
         if is_silent(rows):
             return loss, metrics
-        names = ("logprobs", "entropy") if self.head == "lm" else ("values",)
         sizes = [len(batch.token_ids) for batch in batches]
-        parts = zip(*(numbers.split(sizes) for numbers in outputs), strict=True)
+        parts = zip(*(numbers.split(sizes) for numbers in said.values()), strict=True)
         for batch, numbers in zip(batches, parts, strict=True):
-            part = Outputs(**dict(zip(names, numbers, strict=True)))
-            share, logged = self.learner.loss(self.role, part, batch, denominators)
+            outputs = Outputs(**dict(zip(said, numbers, strict=True)))
+            share, logged = self.learner.loss(self.role, outputs, batch, denominators)
             loss = loss + share
             add(metrics, logged)
         if not loss.isfinite():
             raise RunError(f"the loss of {self.role} is not finite")
         if self.head == "lm":
             current = torch.tensor([row.current for row in rows], device=self.device)
-            add(metrics, mismatch(outputs[0].detach(), old, current))
+            old = torch.cat([batch.old_logprobs for batch in batches])
+            add(metrics, mismatch(said["logprobs"].detach(), old, current))
         return loss, metrics
+
+    def _ask(self, rows: Sequence[LearnRow], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
+        """What the network says of a micro-batch's tokens that count or were sampled. `batches` are its rows, in order,
+        padded to one length."""
+        token_ids, row_weights, old = (
+            torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
+        )
+        lengths = torch.tensor([len(row.token_ids) for row in rows], device=self.device)
+        wanted = (row_weights != 0) | old.isfinite()
+        temperatures = self._temperatures(rows, token_ids.shape[1])
+        said: dict[str, torch.Tensor] = self.engine(token_ids, lengths, wanted, temperatures)
+        return said
 
     def _temperatures(self, rows: Sequence[LearnRow], length: int) -> torch.Tensor:
         """[B, T] what the logits are divided by; 1 for padding."""
@@ -278,9 +316,52 @@ class ModelWorker:
         scales[scales == 0] = 1.0
         return torch.from_numpy(scales).to(self.device)
 
+    def _shares_of_tokens(self, microbatches: Sequence[list[LearnRow]]) -> list[float]:
+        """What share each micro-batch has of the step's tokens, over all ranks; those that only fill up have none."""
+        tokens = [0.0 if is_silent(batch) else float(cost(batch, packed=True)) for batch in microbatches]
+        total = torch.tensor(sum(tokens), device=self.device)
+        torch.distributed.all_reduce(total)
+        return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]
+
+    def _balances(self, model: torch.nn.Module) -> bool:
+        """Whether the model's experts are kept equally busy. A critic may be dense beside a mixture of experts."""
+        if self.learner is None or not self.learner.config.moe_aux_coef:
+            return False
+        if self.settings.sequence_parallel > 1:
+            raise ConfigError("learner.moe_aux_coef and workers.sequence_parallel above 1: leave one of them out")
+        if self.head == "scalar" and not is_mixture(model):
+            return False
+        check_mixture(model)
+        return True
+
+    def _packs(self) -> bool:
+        """Whether rows go packed through the model. What its code and kernels make of them is tried out, on the same
+        rows packed and padded."""
+        if self.settings.sequence_parallel > 1 or not packs(self.settings.packing, self.network.model):
+            return False
+        vocabulary, lengths = self.network.model.get_input_embeddings().num_embeddings, (9, 6)
+        ids = [np.arange(1, 1 + length, dtype=np.int64) * length % vocabulary for length in lengths]
+        rows = [LearnRow.of(Row([Segment("action", each.tolist())])) for each in ids]
+        batch = pad(rows, self.device)
+        tolerance = 1e-4 if self.info()["dtype"] == "float32" else 2e-2
+        self.engine.eval()
+        with torch.no_grad():
+            padded, packed = (
+                next(iter(self._ask(rows, [batch]).values()))[batch.weights > 0]
+                for self.network.packed in (False, True)
+            )
+        if (packed - padded).abs().mean() < tolerance * padded.abs().mean():
+            return True
+        if self.settings.packing is True:
+            raise ConfigError(
+                f"workers.packing=true does not work with {self.network.model.config.model_type} and "
+                f"{self.network.model.config._attn_implementation}: rows see each other"
+            )
+        return False
+
     def _as_many_as_other_ranks(self, batches: list[list[LearnRow]]) -> list[list[LearnRow]]:
         """With partitioned parameters every rank must make the same number of calls: repeat the last one."""
-        if not self.network.same_chunks:
+        if self.world_size == 1 or not self.settings.partitions(trained=self.trained):
             return batches
         most = torch.tensor(len(batches), device=self.device)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
@@ -401,13 +482,6 @@ def _make_learner(name: str, settings: Mapping[str, Any]) -> Learner:
     kind: Any = load_component("learner", name)
     learner: Learner = kind(kind.Config.model_validate(settings))
     return learner
-
-
-def _alone(row: LearnRow, index: int) -> LearnRow:
-    """The row as a unit of its own, without what only learning needs."""
-    ids = np.asarray(row.token_ids, np.int64)
-    nothing = np.zeros(len(ids), np.float32)
-    return LearnRow(ids, nothing, nothing, row.objective, temperatures=row.temperatures, unit=index)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

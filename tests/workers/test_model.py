@@ -10,14 +10,16 @@ from envgym.workers.model import ModelWorker
 
 
 def reference_logprobs(folder, rows):
-    """log p(token t | tokens before it) in float64, one row at a time, straight from Hugging Face."""
+    """log p(token t | tokens before it) in float64, one row at a time, straight from Hugging Face; 0 for those that
+    neither count nor were sampled."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     out = []
     for row in rows:
         ids = torch.tensor(row.token_ids)[None]
         with torch.no_grad():
             logprobs = (model(input_ids=ids).logits[0] / float(row.temperatures[0])).log_softmax(-1)
-        out.append(np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]))
+        every = np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])])
+        out.append(np.where((row.weights != 0) | np.isfinite(row.old_logprobs), every, 0.0))
     return out
 
 
@@ -45,6 +47,8 @@ def weights_of(worker, tmp_path):
 @pytest.mark.parametrize(("zero_stage", "trained"), [(0, False), (0, True), (2, True), (3, True), (3, False)])
 def test_forward_gives_the_models_own_log_probabilities(make_worker, make_rows, tied_model, zero_stage, trained):
     rows = make_rows(9)
+    rows[3].old_logprobs[4:] = -1.0  # sampled: scored even where it does not count
+    rows[5].weights[:] = 0.0
     worker = make_worker(zero_stage=zero_stage, trained=trained, tokens_per_microbatch=60)
     scores = worker.forward(rows)
     for score, expected in zip(scores, reference_logprobs(tied_model, rows), strict=True):
@@ -58,7 +62,7 @@ def test_log_probabilities_and_gradients_are_the_same_in_chunks(
     rows = make_rows(8)
     results = []
     for limit in (2**25, 97 * 7):
-        monkeypatch.setattr("envgym.workers.network.LOGITS_PER_CHUNK", limit)
+        monkeypatch.setattr("envgym.workers.head.LOGITS_AT_ONCE", limit)
         worker = make_worker(deepspeed=plain_gradient_descent)
         worker.accumulate([rows], denominators(rows))
         worker.step(1.0)
@@ -171,6 +175,8 @@ def test_in_bfloat16_the_first_step_of_adam_is_as_long_as_the_learning_rate(
 
 def test_mismatch_compares_sampled_tokens_of_current_rows(make_worker, make_rows, denominators):
     rows = make_rows(4)
+    for row in rows:
+        row.weights[1:] = 1.0
     worker = make_worker()
     for row, score in zip(rows, worker.forward(rows), strict=True):
         row.old_logprobs[3:] = score[3:]
