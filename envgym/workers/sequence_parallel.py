@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from envgym.errors import ConfigError, RunError
+from envgym.errors import ConfigError
 
 
 class Slices:
@@ -54,7 +54,7 @@ class Slices:
     def answer(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
         """What `model` (from Hugging Face) says of this rank's slice of `token_ids` [B, T].
 
-        Raises `RunError` for a model with anything but one attention in each layer that `install` could reach: what
+        Raises `ConfigError` for a model with anything but one attention in each layer that `install` could reach: what
         mixes tokens in another way would see a slice for a sequence.
         """
         ids = self.own(token_ids)
@@ -65,7 +65,7 @@ class Slices:
         answer = model(input_ids=ids, position_ids=positions[None], use_cache=False, **options)
         found, n_layers = self._attentions - before, model.config.get_text_config().num_hidden_layers
         if found != n_layers:
-            raise RunError(
+            raise ConfigError(
                 f"workers.sequence_parallel needs one ordinary attention in each layer, and {model.config.model_type} "
                 f"has {found} in {n_layers} layers"
             )

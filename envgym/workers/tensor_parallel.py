@@ -28,17 +28,25 @@ def check(model: nn.Module, size: int) -> None:
     config = model.config.get_text_config()
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
+    heads = {"attention heads": "num_attention_heads", "key and value heads": "num_key_value_heads"}
+    counts = {kind: getattr(config, name, size) for kind, name in heads.items()}
     obstacle = ""
     if not plan:
         obstacle = "transformers has no plan for it"
     elif unknown:
         obstacle = f"DeepSpeed cannot cut layers the way transformers plans it ({', '.join(unknown)})"
-    else:
-        for name, kind in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key and value heads")):
-            if (count := getattr(config, name, size)) % size:
-                obstacle = f"it does not divide the {count} {kind}"
+    elif undivided := [f"{count} {kind}" for kind, count in counts.items() if count % size]:
+        obstacle = f"it does not divide the {undivided[0]}"
     if obstacle:
         raise ConfigError(f"workers.tensor_parallel={size} does not work with {model.config.model_type}: {obstacle}")
+
+
+def prepare(network: nn.Module, model: nn.Module) -> None:
+    """Let AutoTP find the plan of `model` (from Hugging Face) at the network around it."""
+    network.config = model.config
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # AutoTP would add up the ranks' gradients of it, and there are none
+            parameter._ds_grad_allreduce_registered = True
 
 
 def n_numbers(parameter: nn.Parameter) -> int:

@@ -6,25 +6,57 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
+from envgym.errors import ConfigError
+from envgym.learner import LearnerConfig
+from envgym.workers import tensor_parallel
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
+from envgym.workers.sequence_parallel import Slices
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "sliding_window": 6,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4} | dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+)
 
 
 @pytest.fixture
 def with_group(tmp_path, learner):
     """with_group(body, model, …) -> what the coroutine `body(group)` returns, run on a started group."""
 
-    def run(body, model, *, ranks=1, role="actor", trained=True, head="lm", **settings):
+    def run(body, model, *, ranks=1, role="actor", trained=True, head="lm", learner_config=None, **settings):
         settings = WorkersConfig(ranks=ranks, dtype="float32", **{"tokens_per_microbatch": 60, **settings})
+        config = {**learner["learner_config"], **(learner_config or {})}
 
         async def main():
             runtime = InlineRuntime() if ranks == 1 else LocalRuntime(tmp_path / "logs")
             try:
                 group = await WorkerGroup.start(
-                    runtime, role=role, model=model, settings=settings, trained=trained, head=head, **learner
+                    runtime,
+                    role=role,
+                    model=model,
+                    settings=settings,
+                    learner=learner["learner"],
+                    learner_config=config,
+                    trained=trained,
+                    head=head,
                 )
                 try:
                     return await body(group)
@@ -40,40 +72,300 @@ def with_group(tmp_path, learner):
 
 @pytest.fixture
 def one_step(make_rows, denominators, tmp_path):
-    """A body: score, take a step, score again, write the weights. Rows have other lengths than any size divides."""
+    """A body: score, take a step of plain gradient descent, score again, hand out the weights.
+
+    No size divides the lengths of the rows; there are several micro-batches, and more of them on some ranks.
+    """
     rows = make_rows(7, longest=21)
     for row in rows:
         row.old_logprobs[2:] = -3.0
 
-    async def body(group, lr=1.0):
+    async def body(group):
         before = await group.forward(rows)
-        metrics = await group.learn(rows, denominators(rows), lr)
-        after = await group.forward(rows[:3])
+        metrics = await group.learn(rows, denominators(rows), 1.0)
+        after = await group.forward(rows[:1])  # fewer rows than ranks
         await group.export(str(tmp_path / "weights"))
-        return before, after, metrics, load_file(tmp_path / "weights"), group.info["n_parameters"]
+        return before + after, metrics, load_file(tmp_path / "weights"), group.info["n_parameters"]
 
     return body
 
 
-def assert_equal(result, expected, *, atol=1e-5):
-    for scores, others in zip(result[:2], expected[:2], strict=True):
-        for score, other in zip(scores, others, strict=True):
-            np.testing.assert_allclose(score, other, atol=1e-5, rtol=1e-5)
-    assert result[2].keys() == expected[2].keys() >= {"loss", "grad_norm"}
-    for name in expected[2].keys() - {"memory/max"}:
-        assert result[2][name] == pytest.approx(expected[2][name], rel=1e-4), name
-    assert result[3].keys() == expected[3].keys()
-    for name, tensor in expected[3].items():
-        torch.testing.assert_close(result[3][name], tensor, atol=atol, rtol=1e-5)
-    assert result[4] == expected[4]
+@pytest.fixture
+def one_rank(with_group, one_step, plain_gradient_descent):
+    """one_rank(model, …) -> what `one_step` gives with a single rank."""
+    return lambda model, **settings: with_group(one_step, model, deepspeed=plain_gradient_descent, **settings)
 
 
-@pytest.mark.parametrize("how", ["tensor_parallel", "sequence_parallel"])
-@pytest.mark.parametrize(("zero_stage", "tied"), [(0, True), (2, False), (3, True)])
-def test_two_ranks_do_what_one_does(
-    with_group, one_step, plain_gradient_descent, tied_model, untied_model, how, zero_stage, tied
+def assert_equal(result, expected):
+    """What `one_step` gave twice. The weights have moved by the gradient: it is equal to 1e-5."""
+    for score, other in zip(result[0], expected[0], strict=True):
+        np.testing.assert_allclose(score, other, atol=1e-5, rtol=1e-5)
+    assert result[1].keys() == expected[1].keys() >= {"loss", "grad_norm"}
+    for name in expected[1].keys() - {"memory/max"}:
+        assert result[1][name] == pytest.approx(expected[1][name], rel=1e-4), name
+    assert result[2].keys() == expected[2].keys()
+    for name, tensor in expected[2].items():
+        torch.testing.assert_close(result[2][name], tensor, atol=1e-5, rtol=1e-5)
+    assert result[3] == expected[3]
+
+
+HOW = pytest.mark.parametrize("how", ["tensor_parallel", "sequence_parallel"])
+
+
+@HOW
+def test_two_ranks_do_what_one_does(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
+    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, how: 2}
+    assert_equal(with_group(one_step, tied_model, **settings), one_rank(tied_model))
+
+
+@HOW
+def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_whole(
+    with_group, make_rows, denominators, untied_model, tmp_path, how
 ):
-    model = tied_model if tied else untied_model
-    expected = with_group(one_step, model, deepspeed=plain_gradient_descent)
-    result = with_group(one_step, model, ranks=2, zero_stage=zero_stage, deepspeed=plain_gradient_descent, **{how: 2})
-    assert_equal(result, expected)
+    async def body(group):
+        async def steps(*seeds):
+            for seed in seeds:
+                rows = make_rows(6, seed)
+                await group.learn(rows, denominators(rows), 1e-2)
+            await group.export(str(tmp_path / "weights"))
+            return load_file(tmp_path / "weights")
+
+        await steps(0, 1)
+        await group.save_state(str(tmp_path / f"state-{group.settings.ranks}"))
+        straight = await steps(2)
+        await group.load_state(str(tmp_path / f"state-{group.settings.ranks}"))
+        resumed = await steps(2)
+        await group.save(str(tmp_path / "model"))
+        await group.save_average(str(tmp_path / "average"))
+        return straight, resumed, *(load_file(tmp_path / name / "model.safetensors") for name in ("model", "average"))
+
+    averaged = {"learner_config": {"ema_decay": 0.5}}
+    expected, _, _, expected_average = with_group(body, untied_model, **averaged)
+    straight, resumed, saved, average = with_group(body, untied_model, ranks=2, zero_stage=2, **{how: 2}, **averaged)
+    assert straight.keys() == expected.keys() == saved.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(straight[name], tensor, atol=2e-4, rtol=0)  # Adam divides noise by its own size
+        torch.testing.assert_close(average[name], expected_average[name], atol=2e-4, rtol=0)
+        assert torch.equal(resumed[name], straight[name]), name
+        assert torch.equal(saved[name], straight[name]), name
+
+
+@pytest.mark.slow
+@HOW
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_two_ranks_do_what_one_does_with_zero(
+    with_group, one_step, one_rank, plain_gradient_descent, untied_model, how, zero_stage
+):
+    settings = {"ranks": 2, "zero_stage": zero_stage, "deepspeed": plain_gradient_descent, how: 2}
+    assert_equal(with_group(one_step, untied_model, **settings), one_rank(untied_model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shared",
+    [{"tensor_parallel": 2}, {"sequence_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": 2}],
+    ids=["tensor and data", "sequence and data", "tensor and sequence"],
+)
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_four_ranks_do_what_one_does(
+    with_group, one_step, one_rank, plain_gradient_descent, tied_model, shared, zero_stage
+):
+    settings = {"ranks": 4, "zero_stage": zero_stage, "deepspeed": plain_gradient_descent, **shared}
+    assert_equal(with_group(one_step, tied_model, **settings), one_rank(tied_model))
+
+
+@pytest.mark.slow
+@HOW
+def test_values_are_learned_alike(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
+    critic = {"role": "critic", "head": "scalar"}
+    settings = {"ranks": 2, "zero_stage": 1, "deepspeed": plain_gradient_descent, how: 2}
+    assert_equal(with_group(one_step, tied_model, **settings, **critic), one_rank(tied_model, **critic))
+
+
+@pytest.mark.slow
+@HOW
+def test_a_model_that_only_scores_is_shared_too(with_group, make_rows, tied_model, how):
+    rows = make_rows(5)
+
+    async def score(group):
+        return await group.forward(rows)
+
+    expected = with_group(score, tied_model, role="reference", trained=False)
+    scores = with_group(score, tied_model, ranks=2, role="reference", trained=False, **{how: 2})
+    for score, other in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(score, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@HOW
+def test_frozen_parameters_stay(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
+    frozen = {"learner_config": {"freeze": ["q_norm", "layers.0.mlp"]}}
+    settings = {"ranks": 2, "zero_stage": 2, "deepspeed": plain_gradient_descent, how: 2}
+    assert_equal(with_group(one_step, tied_model, **settings, **frozen), one_rank(tied_model, **frozen))
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    """make_model(architecture, **config) -> folder of a small model of that architecture."""
+
+    def make(architecture, **config):
+        import transformers
+
+        torch.manual_seed(2)
+        config = transformers.AutoConfig.for_model(architecture, **{**SIZES, **config})
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / architecture)
+        return str(tmp_path / architecture)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "architecture", "config"),
+    [
+        ("sequence_parallel", "gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("sequence_parallel", "llama", {"num_key_value_heads": 1}),
+        ("sequence_parallel", "gpt2", GPT2),
+        ("tensor_parallel", "qwen2", {"tie_word_embeddings": True}),
+        ("tensor_parallel", "llama", {"vocab_size": VOCABULARY, "intermediate_size": 65}),
+    ],
+    ids=["windows", "fewer key and value heads", "learned positions", "biases", "sizes that two does not divide"],
+)
+def test_other_architectures(
+    with_group, one_step, one_rank, plain_gradient_descent, make_model, how, architecture, config
+):
+    model = make_model(architecture, **config)
+    settings = {"ranks": 2, "deepspeed": plain_gradient_descent, "gradient_checkpointing": True, how: 2}
+    assert_equal(with_group(one_step, model, **settings), one_rank(model))
+
+
+# -- what needs no processes --------------------------------------------------------------------------------
+
+
+class Listed:
+    """A handle that notes what it is asked, and answers with its own number."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.asked = []
+
+    async def call(self, method, *args):
+        self.asked.append((method, args))
+        if method == "forward":
+            return [np.full(len(row.token_ids), self.rank, np.float32) for row in args[0]]
+        return {"loss": (1.0, 1.0), "tokens": (sum(len(b) for b in args[0]), 1.0), "memory/max": (self.rank, 1.0)}
+
+
+def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
+    rows = make_rows(6)
+    handles = [Listed(rank) for rank in range(4)]
+    settings = WorkersConfig(ranks=4, sequence_parallel=2, tokens_per_microbatch=10)
+
+    async def main():
+        group = WorkerGroup("actor", handles, settings)
+        return await group.forward(rows), await group.accumulate(rows, {})
+
+    scores, metrics = asyncio.run(main())
+    assert {float(score[0]) for score in scores} == {0.0, 2.0}  # each share is answered for by its first rank
+    for method in (0, 1):
+        same, others = [[row.unit for row in _flat(handles[rank].asked[method][1][0])] for rank in (0, 2)]
+        assert same == [row.unit for row in _flat(handles[1].asked[method][1][0])]
+        assert others == [row.unit for row in _flat(handles[3].asked[method][1][0])]
+        assert set(same).isdisjoint(others)
+        assert set(same) | set(others) == set(range(6))
+    assert metrics == {"loss": 1.0, "tokens": 3.0, "memory/max": 3.0}
+    longest = max(len(row.token_ids) for row in rows)
+    assert all(len(batch) * longest <= 40 for batch in handles[0].asked[1][1][0]), "a slice is half of a row"
+
+
+def _flat(rows):
+    return [row for batch in rows for row in (batch if isinstance(batch, list) else [batch])]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_state_is_given_the_token_that_it_predicts_across_borders(size):
+    ids = torch.arange(1, 8)[None]  # seven tokens: no size divides them
+    own, ahead = [], []
+    for rank in range(size):
+        slices = Slices()
+        slices.size, slices.rank = size, rank
+        own += slices.own(ids)[0].tolist()
+        ahead += slices.own(ids, ahead=1, beyond=-1)[0].tolist()
+    padding = len(own) - 7
+    assert own == [*range(1, 8), *[0] * padding]
+    assert ahead == [*range(2, 8), *[-1] * (padding + 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 3, "tensor_parallel": 2}, r"does not divide workers\.ranks=3"),
+        ({"ranks": 4, "tensor_parallel": 2, "sequence_parallel": 4}, r"does not divide workers\.ranks=4"),
+        ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, r"set workers\.tensor_parallel instead"),
+        ({"ranks": 2, "sequence_parallel": 2, "packing": True}, "leave one of them out"),
+        ({"ranks": 2, "tensor_parallel": 2, "zero_stage": 1, "compile": True}, "cannot be combined"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        WorkersConfig(**settings).check("actor", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_muon_needs_whole_matrices():
+    with pytest.raises(ConfigError, match=r"set workers\.tensor_parallel=1"):
+        WorkersConfig(ranks=2, tensor_parallel=2).check("actor", LearnerConfig(name="any", optimizer="muon"))
+
+
+def model_of(architecture, **config):
+    import transformers
+
+    config = transformers.AutoConfig.for_model(architecture, **{**SIZES, **config})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "size", "message"),
+    [
+        ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4, "does not divide the 6 attention heads"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 2, "dynamic rope"),
+        ("llama", {"rope_parameters": LONG_ROPE, "max_position_embeddings": 64}, 2, "longrope rope"),
+        ("jamba", {"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False}, 2, "by transformers'"),
+    ],
+)
+def test_models_whose_rows_cannot_be_cut_are_refused(architecture, config, size, message):
+    slices = Slices()
+    slices.group, slices.size = object(), size
+    with pytest.raises(ConfigError, match=message):
+        slices.install(model_of(architecture, **config), config.get("num_attention_heads", 4))
+
+
+def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
+    for interface in (AttentionInterface, AttentionMaskInterface):  # what `install` wraps is the whole process's
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+    model = model_of("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8).to_empty(device="cpu")
+    slices = Slices()
+    slices.group, slices.size = object(), 2
+    slices._whole_sequence = slices._all_heads = lambda states: states
+    slices.install(model, 4)
+    with pytest.raises(ConfigError, match="has 1 in 2 layers"):
+        slices.answer(model.base_model, torch.ones(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "size", "message"),
+    [
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}, 4, "6 attention heads"),
+        ("llama", {"num_key_value_heads": 1}, 2, "does not divide the 1 key and value heads"),
+        ("gpt2", GPT2, 2, "no plan for it"),
+        ("qwen3_moe", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}, 2, "cannot cut layers"),
+    ],
+)
+def test_models_whose_layers_cannot_be_cut_are_refused(architecture, config, size, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        tensor_parallel.check(model_of(architecture, **config), size)
+    assert "\n" not in str(caught.value)
