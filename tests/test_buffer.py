@@ -46,6 +46,14 @@ def test_a_group_that_is_too_small_is_dropped_and_counted_with_its_failures():
     assert buffer.failures == {"timeout": 1, "environment": 2}
 
 
+def test_attempts_that_were_played_again_are_counted():
+    buffer = Buffer(2, needs_reward=True)
+    played = group("a", 1.0, 0.0)
+    played.lost, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
+    buffer.add([played])
+    assert (buffer.failures, buffer.played_again, buffer.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
+
+
 def test_episodes_without_a_reward_stay_where_none_is_needed():
     buffer = Buffer(1, needs_reward=False)
     buffer.add([group("a", None), group("b", TIMEOUT)])

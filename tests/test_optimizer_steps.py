@@ -118,8 +118,8 @@ def test_a_learning_rate_of_0_stays_0():
 
 def test_what_optimizer_steps_log_becomes_one_number_each():
     logged = [
-        {"loss": 1.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.5, "mismatch/mean_abs": 1e-6},
-        {"loss": 2.0, "policy/ratio/max": 1.25, "policy/ratio/min": 0.25, "critic/loss": 4.0},
+        {"loss": 1.0, "policy/ratio/max": 1.25, "policy/ratio/min": 0.5, "mismatch/mean_abs": 1e-6},
+        {"loss": 2.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "critic/loss": 4.0},
         {"loss": 6.0, "policy/ratio/max": 1.0, "policy/ratio/min": 1.0, "critic/loss": 2.0},
     ]
     assert over_steps(logged) == {
