@@ -75,6 +75,10 @@ class WorkersConfig(BaseModel):
             )
         if "tensor_parallel" in self.deepspeed:
             raise ConfigError("workers.deepspeed.tensor_parallel: set workers.tensor_parallel instead")
+        if self.sequence_parallel > 1 and self.attention in ("eager", "flex_attention"):
+            raise ConfigError(
+                f"workers.sequence_parallel works with sdpa and flash kernels, not workers.attention={self.attention}"
+            )
         if self.sequence_parallel > 1 and self.packing is True:
             raise ConfigError("workers.packing=true and workers.sequence_parallel above 1: leave one of them out")
         if self.ranks_per_row > 1 and self.compile:

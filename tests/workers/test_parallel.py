@@ -303,6 +303,7 @@ def test_a_state_is_given_the_token_that_it_predicts_across_borders(size):
         ({"ranks": 4, "tensor_parallel": 2, "sequence_parallel": 4}, r"does not divide workers\.ranks=4"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, r"set workers\.tensor_parallel instead"),
         ({"ranks": 2, "sequence_parallel": 2, "packing": True}, "leave one of them out"),
+        ({"ranks": 2, "sequence_parallel": 2, "attention": "eager"}, r"not workers\.attention=eager"),
         ({"ranks": 2, "tensor_parallel": 2, "zero_stage": 1, "compile": True}, "cannot be combined"),
     ],
 )
