@@ -14,6 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from .errors import ConfigError, missing_package
 from .workers.config import WorkersConfig
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of a folder in peft's form."""
+ORIGIN = "envgym.json"
+"""A file of ours beside them, of an adapter that learned on 4-bit weights: how they were kept and computed with."""
+
 
 class LoraConfig(BaseModel):
     """Train an adapter instead of the weights: W x becomes W x + (alpha / rank) B A x, and only A and B learn.

@@ -22,7 +22,7 @@ COMMANDS = {
     "serve": "serve an environment over HTTP",
     "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",
-    "model": "make a model from a recipe, such as the starter policy",
+    "model": "make a model from a recipe, or from an adapter and its base",
     "runs": "list run folders with their results",
 }
 

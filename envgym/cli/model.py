@@ -1,4 +1,4 @@
-"""`envgym model`: make a model from a recipe that makes one."""
+"""`envgym model`: make a model from a recipe that makes one, or from an adapter and its base."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from envgym.errors import NameNotFound, did_you_mean
 from .failures import Invocation
 from .parser import Parser
 
+MERGE = "merge"
+
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    if arguments[:1] == [MERGE]:
+        return _merge(arguments[1:])
     parser = Parser(
         "model",
-        "NAME",
-        "Make a model from a recipe and print its folder. It is kept: the next one to ask finds it made.",
+        "NAME | merge ADAPTER OUT [--base B]",
+        "Make a model from a recipe and print its folder. It is kept: the next one to ask finds it made. Or merge an "
+        "adapter into its base: see envgym model merge --help.",
         "envgym model starter",
     )
     parser.add_argument("name", metavar="NAME", help="recipe that makes a model, such as starter")
@@ -27,7 +32,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     makers = [name for name in recipe_names() if makes_model(name)]
     if options.name not in makers:
-        near = did_you_mean(options.name, makers) or f" There is {', '.join(makers)}."
+        near = did_you_mean(options.name, [*makers, MERGE]) or f" There is {', '.join(makers)}."
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.display import open_display
@@ -39,4 +44,25 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     finally:
         display.close()
     print(path)
+    return 0
+
+
+def _merge(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        "model merge",
+        "ADAPTER OUT [--base B]",
+        "Write the model folder OUT: the base of a LoRA adapter with the adapter added to its weights. ADAPTER is a "
+        "folder in peft's form, such as a run's adapter/; policies, reward models and critics are told apart by it.",
+        "envgym model merge runs/first/adapter merged",
+    )
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder with adapter_config.json")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not what the adapter names")
+    options, words = parser.parse_with_words(arguments)
+    if [word for word in words if word != "debug=true"]:
+        parser.error(f"an adapter is merged as it is: leave out {words[0]}")
+
+    from envgym.merge import merge_adapter
+
+    print(merge_adapter(options.adapter, options.out, base=options.base, note=print))
     return 0

@@ -6,7 +6,9 @@ All contact with peft and bitsandbytes. Both are imported where they are used: t
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from envgym import weights
 from envgym.errors import ConfigError, missing_package
-from envgym.lora import LoraConfig
+from envgym.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 
 from . import tensor_parallel, zero
 
@@ -24,7 +26,6 @@ NAME = "default"
 """What peft calls the adapter in the names of modules and parameters."""
 PREFIX = "base_model.model."
 """What every name in peft's files begins with."""
-WEIGHTS_FILE, ORIGIN_FILE = "adapter_model.safetensors", "envgym.json"
 
 Read = Callable[[str, torch.nn.Parameter], torch.Tensor]
 """What gives the numbers of a parameter, whole, by its name in the model and itself. Ranks must call it together."""
@@ -38,10 +39,7 @@ class Adapter:
     """
 
     def __init__(self, model: Any, settings: LoraConfig, *, base: str, head: Literal["lm", "scalar"]) -> None:
-        try:
-            import peft
-        except ImportError as error:
-            raise missing_package(error.name or "peft", "lora", "lora.rank") from None
+        peft = library()
         heads = _modules_beside_the_base(model) if head == "scalar" else []
         self.model = model
         self._quantize = settings.quantize
@@ -53,7 +51,7 @@ class Adapter:
             exclude_modules=heads or None,
             modules_to_save=heads or None,
             task_type="CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
-            base_model_name_or_path=base,
+            base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
             inference_mode=False,
         )
         embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -94,9 +92,10 @@ class Adapter:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(path))
-        weights.write(path / WEIGHTS_FILE, tensors)
+        weights.write(path / ADAPTER_WEIGHTS, tensors)
         if self._quantize != "none":
-            (path / ORIGIN_FILE).write_text(json.dumps({"quantize": self._quantize}) + "\n")
+            dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+            (path / ORIGIN).write_text(json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n")
 
     def parameters(self, read: Read, *, merged: bool, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, as `read` gives them, under the names they had without an adapter: with the adapter
@@ -118,6 +117,18 @@ class Adapter:
         b = read(f"{layer}.lora_B.{NAME}.weight", part.lora_B[NAME].weight)
         delta = b.float() @ a.float() * part.scaling[NAME]
         return delta.T if part.fan_in_fan_out else delta
+
+
+def library() -> Any:
+    """peft, without what it prints of the libraries that it looks for. Raises `MissingDependency`."""
+    logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)  # of a kernel it cannot download
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed tells of looking for a GPU
+    try:
+        import peft
+    except ImportError as error:
+        raise missing_package(error.name or "peft", "lora", "an adapter") from None
+    return peft
 
 
 def quantization(dtype: torch.dtype) -> Any:

@@ -1,0 +1,212 @@
+"""`envgym model merge`: any adapter in peft's form becomes a model folder that says what the two said together."""
+
+import json
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from envgym.cli import main
+from envgym.workers.model import ModelWorker
+
+IDS = torch.arange(3, 60)[None]
+
+
+def make_adapter(folder: Path, model, task: str, *, head: str | None = None) -> torch.Tensor:
+    """An adapter that changes much, saved by peft alone. Returns the logits of base and adapter together."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", task_type=task, modules_to_save=[head] if head else None
+    )
+    together = peft.get_peft_model(model, config).eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in together.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+        logits = together(input_ids=IDS).logits
+    together.save_pretrained(folder)
+    return logits
+
+
+def merge(capsys, *words) -> str:
+    """What the command prints."""
+    assert main(["model", "merge", *map(str, words)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+@pytest.fixture
+def adapter(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return tmp_path / "adapter", make_adapter(tmp_path / "adapter", model, "CAUSAL_LM")
+
+
+def test_a_policy(adapter, tiny_model, tmp_path, capsys):
+    folder, logits = adapter
+    before = (tiny_model / "model.safetensors").read_bytes()
+    assert merge(capsys, folder, tmp_path / "merged") == f"{tmp_path}/merged\n"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            merged(input_ids=IDS).logits.log_softmax(-1), logits.log_softmax(-1), atol=1e-5, rtol=0
+        )
+    assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
+    assert (tiny_model / "model.safetensors").read_bytes() == before
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+
+
+def test_a_base_that_has_moved(adapter, tiny_model, tmp_path, capsys):
+    folder, _ = adapter
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/away"}))
+    assert main(["model", "merge", str(folder), str(tmp_path / "merged")]) == 2
+    assert f"the base of {folder} is not at /gone/away: say where it is with --base" in capsys.readouterr().err
+    merge(capsys, folder, tmp_path / "merged", "--base", tiny_model)
+
+
+def test_a_base_without_a_tokenizer(adapter, tiny_model, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("token*", "chat*"))
+    assert f"{bare} has no tokenizer" in merge(capsys, adapter[0], tmp_path / "merged", "--base", bare)
+
+
+@pytest.mark.parametrize("base", ["tiny_reward_model", "tiny_model"], ids=["has a head", "has none"])
+def test_a_reward_model(base, request, tmp_path, capsys):
+    from envgym.services.reward_worker import RewardWorker
+
+    folder = request.getfixturevalue(base)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    logits = make_adapter(tmp_path / "adapter", model, "SEQ_CLS", head="score")
+    merge(capsys, tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=IDS).logits, logits, atol=1e-5, rtol=0)
+    [(reward, _, _)] = RewardWorker(str(tmp_path / "merged")).score(["what is twelve plus thirty-four?"])
+    assert reward is not None
+
+
+@pytest.fixture
+def worker_of(tiny_model):
+    """worker_of(head, lora) -> a worker whose adapter has moved."""
+    workers = []
+
+    def make(head, **lora):
+        worker = ModelWorker(role="actor", model=str(tiny_model), head=head, lora={"rank": 4, **lora})
+        workers.append(worker)
+        worker.load()
+        torch.manual_seed(3)
+        for name, parameter in worker.network.named_parameters():
+            if ".lora_" in name or ".modules_to_save." in name:
+                parameter.data.add_(torch.randn_like(parameter) / 10)
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.mark.parametrize(("head", "quantize"), [("lm", "none"), ("scalar", "none"), ("lm", "4bit")])
+def test_what_a_run_leaves_is_what_merging_its_adapter_gives(worker_of, tmp_path, capsys, head, quantize):
+    worker = worker_of(head, quantize=quantize)
+    worker.save(str(tmp_path / "model"))
+    worker.export_adapter(str(tmp_path / "adapter"))
+    merge(capsys, tmp_path / "adapter", tmp_path / "merged")
+    left, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "merged"))
+    assert left.keys() == merged.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-7, rtol=1e-6)
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+    _, loading = kind.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not loading["missing_keys"]
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def other_kind(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+
+
+def not_a_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("[]")
+
+
+def broken_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
+
+
+def of_another_shape(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: tensor[:, :3].clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+def of_other_layers(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({f"{name}s": tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+def of_more_layers(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    more = {name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in tensors.items()}
+    save_file({**more, **tensors}, folder / "adapter_model.safetensors")
+
+
+def anonymous(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+
+
+def for_translation(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "SEQ_2_SEQ_LM"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "said"),
+    [
+        (None, ["nothing", "out"], "there is no adapter folder nothing"),
+        (None, [".", "out"], "peft's form: it has no adapter_config.json. Did you mean adapter?"),
+        (None, ["adapter", "adapter"], "adapter exists: give the merged model another name"),
+        (None, ["adapter", "out", "--base", "adapter"], "the base adapter is no model folder: it has no config.json"),
+        (None, ["adapter"], "the following arguments are required: OUT"),
+        (None, ["adapter", "out", "seed=1"], "an adapter is merged as it is: leave out seed=1"),
+        (None, ["adapter", "adapter/adapter_config.json/out"], "adapter_config.json/out cannot be written: Not a dir"),
+        (without_weights, ["adapter", "out"], "the adapter folder adapter has no adapter_model.safetensors"),
+        (other_kind, ["adapter", "out"], "adapter holds an adapter of kind IA3, and only LORA can be merged"),
+        (not_a_config, ["adapter", "out"], "adapter/adapter_config.json is not the config of an adapter"),
+        (broken_weights, ["adapter", "out"], "adapter/adapter_model.safetensors cannot be read"),
+        (of_another_shape, ["adapter", "out"], "the adapter adapter is of another model than"),
+        (of_more_layers, ["adapter", "out"], "the adapter adapter is of another model than"),
+        (of_other_layers, ["adapter", "out"], "the adapter adapter is of another model than"),
+        (anonymous, ["adapter", "out"], "the adapter adapter does not name its base: give it with --base"),
+        (for_translation, ["adapter", "out"], "adapters for SEQ_2_SEQ_LM cannot be merged, only those for CAUSAL_LM"),
+    ],
+    ids=lambda value: getattr(value, "__name__", " "),
+)
+def test_a_mistake_is_one_line(adapter, tmp_path, monkeypatch, capsys, spoil, words, said):
+    monkeypatch.chdir(tmp_path)
+    if spoil is not None:
+        spoil(tmp_path / "adapter")
+    assert main(["model", "merge", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
+
+
+def test_a_reward_adapter_without_a_head_for_a_base_without_one(adapter, tmp_path, capsys):
+    folder, _ = adapter
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "SEQ_CLS"}))
+    assert main(["model", "merge", str(folder), str(tmp_path / "merged")]) == 2
+    assert "has weights for score" in capsys.readouterr().err
