@@ -129,8 +129,9 @@ def engine(
     if json["zero_optimization"]["stage"] == 3 and "tensor_parallel" not in json:
         # Parameter by parameter, from rank 0's: `initialize` would first move all of the model to each GPU.
         library.zero.Init(module=network, config_dict_or_path=dict(json))
-        for buffer in network.buffers():
+        for buffer in network.buffers():  # checkpoints may hold some, and only rank 0 has read it
             buffer.data = buffer.data.to(device)
+            torch.distributed.broadcast(buffer.data, 0)
     if json["zero_optimization"]["stage"]:
         muon.library(device)  # ZeRO imports it in any case, and on a CPU not as it should be
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]

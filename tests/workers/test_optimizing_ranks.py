@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -80,6 +80,47 @@ def test_two_ranks_move_weights_as_one_does(moved, moved_by_one, tmp_path, setti
         for name, tensor in expected.items():
             # The Newton-Schulz iteration makes the smallest directions of a gradient, and their rounding, large.
             torch.testing.assert_close(found[name], tensor, atol=5e-5, rtol=1e-5)
+
+
+def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path, make_rows):
+    """Not only parameters: this model's checkpoint has buffers that choose experts, and lacks the scalar head."""
+    config = DeepseekV3Config(
+        vocab_size=97,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=0,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "model")
+    rows = make_rows(5)
+    shared = {"role": "critic", "model": str(tmp_path / "model"), "head": "scalar", "trained": False, "seed": 3}
+
+    async def scores(group):
+        return await group.forward(rows)
+
+    expected = with_group(scores, InlineRuntime(), settings=WorkersConfig(dtype="float32"), **shared)
+    settings = WorkersConfig(dtype="float32", ranks=2, offload_parameters=True)
+    for score, other in zip(
+        with_group(scores, LocalRuntime(tmp_path / "logs"), settings=settings, **shared), expected, strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(score), torch.tensor(other), atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
