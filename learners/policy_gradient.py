@@ -233,8 +233,8 @@ class PolicyGradient(Learner):
                 adaptive = "kl_coef" in batch.arrays
                 losses = losses + (only(batch.arrays["kl_coef"]) if adaptive else self.config.kl.coef) * kl
         total = (batch.weights * losses).sum()
-        metrics |= token_metrics(means, log_ratio, kept)
-        metrics["loss"] = (float(total.detach()), float(batch.weights.sum()))
+        summed, weight = torch.stack([total.detach(), batch.weights.sum()]).tolist()
+        metrics |= token_metrics(means, log_ratio, kept) | {"loss": (summed, weight)}
         return total / denominators[batch.objective], metrics
 
     def _surrogate(self, log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> Loss:

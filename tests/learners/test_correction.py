@@ -46,8 +46,10 @@ def test_the_sequence_is_the_episode_of_all_its_rows():
 
 
 def test_masked_tokens_are_in_no_mean():
-    _, kept = corrected("seq_mask_tis", [[1.0, 100.0, NAN]], weights=[[1.0, 0.0, 0.0]])
-    assert kept == [[True, False, False]]
+    """1 stays and 3 goes, whatever stands beside it."""
+    weights = [[1.0, 0.0, 0.0]] * 2
+    _, kept = corrected("seq_mask_tis", [[1.0, 100.0, NAN], [3.0, 1.0, NAN]], weights=weights)
+    assert kept == [[True, False, False], [False] * 3]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, 0.0])
