@@ -154,7 +154,7 @@ class ModelWorker:
         if tensor_parallel_size > 1:
             tensor_parallel.prepare(self.network, model)
         if self.trained or partitioned or tensor_parallel_size > 1:
-            self.engine = zero.engine(self.network, config, self.device, self._optimizer())
+            self.engine = zero.engine(self.network, config, self.device, self._optimizer(config))
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
         if learner_config and learner_config.ema_decay and self.role == "actor":
@@ -463,11 +463,12 @@ class ModelWorker:
                 if self.rank == 0:
                     yield name, numbers.cpu().clone() if passing else numbers
 
-    def _optimizer(self) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
+    def _optimizer(self, json: Mapping[str, Any]) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
         """What makes the optimizer, where DeepSpeed's JSON does not name it."""
         if self.learner is None or self.learner.config.optimizer != "muon":
             return None
         muon.mark(self.network.model)
+        muon.check(self.network.model, json)
         return muon.optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
 
     def _seed_generators(self) -> None:

@@ -7,12 +7,14 @@ Newton-Schulz iteration, for the matrices inside the layers; AdamW for embedding
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from envgym.errors import ConfigError
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -32,6 +34,14 @@ def mark(model: nn.Module) -> None:
             outside |= {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         parameter.use_muon = parameter.dim() >= 2 and id(parameter) not in outside
+
+
+def check(model: nn.Module, json: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where DeepSpeed's optimizer of this JSON cannot step what is marked."""
+    stage = json["zero_optimization"]["stage"]
+    experts = any(parameter.use_muon and parameter.dim() > 2 for parameter in model.parameters())  # in one parameter
+    if experts and stage < 2 and json["bf16"]["enabled"]:
+        raise ConfigError("learner.optimizer=muon with experts in bfloat16 needs workers.zero_stage=2 or 3")
 
 
 def library(device: torch.device) -> Any:

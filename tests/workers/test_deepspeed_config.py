@@ -133,6 +133,10 @@ GROUP = {"env": "math_verify", "learner": "grpo"}
             },
             r"learner\.optimizer=muon and an optimizer in workers\.deepspeed",
         ),
+        (
+            {"learner": {"name": "grpo", "optimizer": "muon"}, "workers": {"compile": True, "zero_stage": 2}},
+            r"workers\.compile and learner\.optimizer=muon",
+        ),
         ({"learner": {"name": "grpo", "muon_lr": 0.1}}, "muon_lr is for optimizer=muon"),
         ({"learner": {"name": "grpo", "muon_lr": 0.1, "optimizer": "muon", "lr": 0}}, "muon_lr follows the schedule"),
         ({"learner": {"name": "grpo", "warmup_ratio": 0.1, "warmup_steps": 3}}, "give one of them"),

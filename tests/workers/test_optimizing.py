@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
 from envgym.workers.layout import micro_batches
@@ -258,6 +258,37 @@ def test_a_scalar_head_is_no_hidden_matrix(make_worker):
     worker = make_worker(role="critic", head="scalar", learn={"optimizer": "muon"})
     marked = {name for name, parameter in worker.network.model.named_parameters() if parameter.use_muon}
     assert marked == {name for name, _ in worker.network.model.named_parameters() if "_proj" in name}
+
+
+@pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "bfloat16"), (1, "bfloat16")])
+def test_muon_orthogonalises_each_expert_by_itself(make_worker, weights_of, learn, tmp_path, zero_stage, dtype):
+    config = Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=4,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    settings = {"model": str(tmp_path / "model"), "zero_stage": zero_stage, "dtype": dtype}
+    if (zero_stage, dtype) == (1, "bfloat16"):
+        with pytest.raises(ConfigError, match=r"workers\.zero_stage=2 or 3"):
+            make_worker(learn={"optimizer": "muon"}, **settings)
+        return
+    worker = make_worker(learn={"optimizer": "muon"}, **settings)
+    name = "model.layers.0.mlp.experts.down_proj"
+    before = weights_of(worker)[name].float()
+    learn(worker, steps=1, lr=0.1)
+    steps = weights_of(worker)[name].float() - before
+    assert steps.shape == (4, 32, 16)
+    for step in steps:
+        assert 0.4 < float(torch.linalg.svdvals(step).median()) / (0.1 * math.sqrt(2)) < 1.3
 
 
 # -- float16 ----------------------------------------------------------------------------------------------
