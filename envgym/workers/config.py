@@ -96,7 +96,9 @@ class WorkersConfig(BaseModel):
             if getattr(self, name) and not self.zero_stage:
                 raise ConfigError(f"workers.{name} needs workers.zero_stage 1, 2 or 3, not 0")
         if self.compile and learner.optimizer == "muon":
-            raise ConfigError("workers.compile and learner.optimizer=muon do not go together in DeepSpeed: leave one out")
+            raise ConfigError(
+                "workers.compile and learner.optimizer=muon do not go together in DeepSpeed: leave one out"
+            )
         if "optimizer" in self.deepspeed and learner.optimizer != "adamw":
             raise ConfigError(
                 f"learner.optimizer={learner.optimizer} and an optimizer in workers.deepspeed: give one of them"
