@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Run:
     printed = program(
         folder, "train", "--env", "letters.py", "--model", tiny_model, "--name", "first", "learner.lr=1e-3",
         f"steps={STEPS}", f"rollout.tasks={TASKS}", f"rollout.group_size={MEMBERS}", "rollout.max_tokens=12",
-        "eval.tasks=8",
+        "eval.tasks=8", "learner.ema_decay=0.5",
     )  # fmt: skip
     return Run(folder / "runs" / "first", printed)
 
@@ -154,6 +154,11 @@ def test_the_run_folder_holds_the_rest(run, tiny_model, monkeypatch):
     start, end = load_file(tiny_model / "model.safetensors"), load_file(run.folder / "model" / "model.safetensors")
     assert start.keys() == end.keys()
     assert any((start[name] != end[name]).any() for name in start)
+    average = load_file(run.folder / "model_ema" / "model.safetensors")
+    # After one step it is halfway, after two nearer to the end: 1/4 start, 1/4 the weights between, 1/2 end.
+    assert {(run.folder / name / "tokenizer.json").is_file() for name in ("model", "model_ema")} == {True}
+    name = max(start, key=lambda name: float((start[name] - end[name]).abs().max()))
+    assert 0 < float((average[name] - end[name]).norm()) < float((start[name] - end[name]).norm())
 
 
 def test_a_finished_run_is_told_again_and_not_trained_again(run):
