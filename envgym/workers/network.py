@@ -83,8 +83,8 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         targets, asked, scales = (self.slices.own(whole, ahead=1) for whole in (token_ids, wanted, temperatures))
         states = hidden[0, asked[real]] if self.packed else hidden[asked]
         numbers = self.model.get_output_embeddings()(states, targets[asked], scales[asked], self.training, self.entropy)
-        zeros = torch.zeros(asked.shape, device=hidden.device)
-        both = self.slices.join(torch.stack([zeros.masked_scatter(asked, number) for number in numbers], 2), length)
+        spread = [number.new_zeros(asked.shape).masked_scatter(asked, number) for number in numbers]
+        both = self.slices.join(torch.stack(spread, 2), length)
         return said | dict(
             zip(("logprobs", "entropy"), nn.functional.pad(both[:, :-1], (0, 0, 1, 0)).unbind(2), strict=False)
         )

@@ -1,0 +1,328 @@
+"""The network of a worker: rows packed and padded, tokens that are asked about, mixtures of experts."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from envgym.errors import ConfigError
+from envgym.workers import head as head_module
+from envgym.workers.experts import check_mixture
+from envgym.workers.layout import silenced
+from envgym.workers.model import ModelWorker
+from envgym.workers.network import TokenScorer
+from envgym.workers.packing import packs
+
+VOCABULARY = 97
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LENGTHS = (12, 3, 9, 1, 7)
+BY_HAND = "attention_by_hand"
+
+
+def config_of(architecture, **more):
+    from transformers import AutoConfig
+
+    shape = {**SHAPE, **more}
+    if architecture == "mistral":
+        shape["sliding_window"] = 4
+    if architecture == "gemma2":
+        shape |= {"sliding_window": 4, "query_pre_attn_scalar": 8}
+    if architecture.endswith("_moe") or architecture == "mixtral":
+        shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4}
+    if architecture in ("qwen3_next", "jamba"):
+        shape |= {"num_hidden_layers": 4, "num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return AutoConfig.for_model(architecture, **shape)
+
+
+def make_model(architecture, head="lm", attention="sdpa", **more):
+    torch.manual_seed(0)
+    config = config_of(architecture, **more)
+    if head == "lm":
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    return AutoModelForTokenClassification.from_config(config, attn_implementation=attention)
+
+
+def attend_by_hand(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **told):
+    """A kernel for rows of different lengths, as flash kernels are: no mask, but where rows end."""
+    assert mask is None
+    assert cu_seq_lens_q.dtype == torch.int32
+    assert torch.equal(told["cu_seq_lens_k"], cu_seq_lens_q)
+    assert told["max_length_k"] == max_length_q
+    out = []
+    repeats = query.shape[1] // key.shape[1]
+    for start, stop in pairwise(cu_seq_lens_q):
+        assert stop - start <= max_length_q
+        q, k, v = (states[:, :, start:stop] for states in (query, key, value))
+        scores = q @ k.repeat_interleave(repeats, 1).transpose(2, 3) * scaling
+        scores = scores + torch.full_like(scores, -torch.inf).triu(1)
+        out.append(scores.softmax(-1) @ v.repeat_interleave(repeats, 1))
+    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(BY_HAND, attend_by_hand)
+
+
+def batch(seed=0):
+    """token_ids, lengths, wanted and temperatures of five rows; padding holds tokens too, which nothing may see."""
+    torch.manual_seed(seed)
+    shape = (len(LENGTHS), max(LENGTHS))
+    lengths = torch.tensor(LENGTHS)
+    real = torch.arange(shape[1]) < lengths[:, None]
+    return torch.randint(VOCABULARY, shape), lengths, (torch.rand(shape) < 0.7) & real, 0.5 + torch.rand(shape)
+
+
+def answers(scorer, inputs, packed):
+    """What is said in training mode, for real tokens, and the gradient of a weighted sum of it."""
+    scorer.packed = packed
+    scorer.train().zero_grad()
+    said = scorer(*inputs)
+    token_ids, lengths, *_ = inputs
+    real = torch.arange(token_ids.shape[1]) < lengths[:, None]
+    torch.manual_seed(1)
+    loss = sum(
+        (torch.randn(numbers.shape) * numbers)[real].sum() for name, numbers in said.items() if numbers.ndim == 2
+    )
+    (loss + said.get("balance", 0.0)).backward()
+    gradients = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    return {n: v[real] if v.ndim == 2 else v for n, v in said.items()}, gradients
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral", "gemma2", "qwen3_moe"])
+def test_packed_rows_are_answered_as_padded_ones(architecture, head):
+    model = make_model(architecture, head).double()
+    if architecture == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the other has no float64
+    assert packs(True, model)
+    scorer = TokenScorer(model, head, entropy=True, balance=architecture.endswith("moe"))
+    padded, packed = (answers(scorer, batch(), packed) for packed in (False, True))
+    assert padded[0].keys() == packed[0].keys() >= ({"logprobs", "entropy"} if head == "lm" else {"values"})
+    torch.testing.assert_close(packed, padded, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_kernels_that_take_no_mask_are_told_where_rows_end(architecture, checkpointing):
+    padded = answers(TokenScorer(make_model(architecture), "lm", entropy=True), batch(), packed=False)
+    model = make_model(architecture, attention=BY_HAND)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    packed = answers(TokenScorer(model, "lm", entropy=True), batch(), packed=True)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+def test_by_itself_only_a_flash_kernel_packs():
+    model = make_model("qwen3")
+    assert packs(True, model)
+    assert not packs("auto", model)
+    assert not packs(False, model)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert packs("auto", model)
+    assert not packs(False, model)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "jamba"])
+def test_a_model_with_state_cannot_pack(architecture):
+    model = make_model(architecture)
+    assert not packs("auto", model)
+    with pytest.raises(ConfigError, match=rf"packing=true does not work with {architecture}: .* next$"):
+        packs(True, model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_only_tokens_asked_about_reach_the_head_and_scoring_makes_no_entropies(packed, monkeypatch):
+    scorer = TokenScorer(make_model("qwen3"), "lm")
+    scorer.packed = packed
+    token_ids, lengths, wanted, temperatures = batch()
+    seen = []
+    scorer.model.lm_head.register_forward_pre_hook(lambda module, args: seen.append((len(args[0]), args[3])))
+    with torch.no_grad():
+        said = scorer.eval()(token_ids, lengths, wanted, temperatures)
+    assert said.keys() == {"logprobs"}
+    assert seen == [(int(wanted[:, 1:].sum()), False)]
+    assert not said["logprobs"][~wanted].any()
+    assert (said["logprobs"][:, 1:] < 0).equal(wanted[:, 1:])
+    logits = scorer.model.model(token_ids).last_hidden_state @ scorer.model.lm_head.weight.T
+    logs = (logits[:, :-1] / temperatures[:, 1:, None]).log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(said["logprobs"][:, 1:], torch.where(wanted[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "granite", "cohere"])
+def test_log_probabilities_are_those_of_the_models_own_logits(architecture, monkeypatch):
+    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 1000)
+    monkeypatch.setattr(head_module, "NARROWEST", 1)
+    more = {
+        "gemma2": {"final_logit_softcapping": 2.0},
+        "granite": {"logits_scaling": 3.0},
+        "cohere": {"logit_scale": 0.5},
+    }
+    model = make_model(architecture, **more.get(architecture, {}))
+    token_ids, lengths, _, _ = batch()
+    with torch.no_grad():
+        logs = (
+            model.eval()(input_ids=token_ids).logits[:, :-1].log_softmax(-1).gather(2, token_ids[:, 1:, None])[..., 0]
+        )
+        scorer = TokenScorer(model, "lm").eval()
+        real = torch.arange(token_ids.shape[1]) < lengths[:, None]
+        ours = scorer(token_ids, lengths, real, torch.ones(token_ids.shape))["logprobs"]
+    torch.testing.assert_close(ours[:, 1:], torch.where(real[:, 1:], logs, 0.0), atol=1e-5, rtol=1e-5)
+
+
+# -- in a worker ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_worker(learner, tmp_path):
+    workers = []
+
+    def make(model, role="actor", head="lm", deepspeed=None, moe_aux_coef=0.0, **settings):
+        path = tmp_path / f"model-{len(workers)}"
+        model.save_pretrained(path)
+        config = learner["learner_config"] | {"moe_aux_coef": moe_aux_coef}
+        settings = {"dtype": "float32", "deepspeed": deepspeed or {}, **settings}
+        worker = ModelWorker(
+            role=role, model=str(path), settings=settings, head=head, **learner | {"learner_config": config}
+        )
+        workers.append(worker)
+        worker.load()
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def one_step(worker, microbatches, denominators, tmp_path):
+    metrics = worker.accumulate(microbatches, denominators)
+    norm = worker.step(1.0)["grad_norm"]
+    worker.export(str(tmp_path / "weights"))
+    return metrics, norm, load_file(tmp_path / "weights")
+
+
+def test_a_worker_learns_the_same_packed_and_padded(
+    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path
+):
+    rows = make_rows(7)
+    results = []
+    for packing in (False, True):
+        worker = make_worker(make_model("qwen3"), deepspeed=plain_gradient_descent, packing=packing)
+        assert worker.info()["packed"] == packing
+        assert worker.info()["attention"] == "sdpa"
+        scores = worker.forward(rows)
+        metrics, norm, weights = one_step(
+            worker, [rows[:3], silenced(rows[:2]), rows[3:]], denominators(rows), tmp_path
+        )
+        results.append((scores, metrics["loss"], norm, weights))
+    torch.testing.assert_close(*[[torch.tensor(each) for each in scores] for scores, *_ in results], atol=1e-5, rtol=0)
+    torch.testing.assert_close(*[result[1:] for result in results], atol=2e-6, rtol=1e-5)
+
+
+def test_a_critic_says_the_same_packed_and_padded(make_worker, make_rows):
+    rows = make_rows(5)
+    model = make_model("llama", "scalar")
+    padded, packed = (
+        make_worker(model, role="critic", head="scalar", packing=packing).forward(rows) for packing in (False, True)
+    )
+    for ours, theirs in zip(packed, padded, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_model_in_which_rows_see_each_other_is_found_out(make_worker):
+    opt = {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(**opt, vocab_size=VOCABULARY, max_position_embeddings=64, init_std=0.2))
+    assert packs(True, model), "nothing but trying shows that its positions are not those it is given"
+    with pytest.raises(ConfigError, match="packing=true does not work with opt and sdpa: rows see each other"):
+        make_worker(model, packing=True)
+    assert not make_worker(model).info()["packed"]
+
+
+def test_flops_of_a_worker_are_a_pair_and_the_peak_of_a_cpu_is_unknown(make_worker):
+    info = make_worker(make_model("qwen3", tie_word_embeddings=True)).info()
+    a, b = info["flops_per_token"]
+    assert a == 6 * info["n_parameters"]
+    assert b == 12 * SHAPE["num_hidden_layers"] * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    assert info["peak_flops"] is None
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_the_balance_of_experts_moves_weights_as_transformers_own_loss_says(
+    make_worker, make_rows, denominators, plain_gradient_descent, tmp_path, architecture, packing
+):
+    rows = make_rows(6)
+    cut = [rows[:2], silenced(rows[:1]), rows[2:]]
+    weights = {}
+    for coefficient in (0.0, 0.5):
+        model = make_model(architecture)
+        worker = make_worker(model, deepspeed=plain_gradient_descent, moe_aux_coef=coefficient, packing=packing)
+        metrics, _, weights[coefficient] = one_step(worker, cut, denominators(rows), tmp_path)
+
+    losses, expected = by_hand(make_model(architecture), cut)
+    assert metrics["moe/aux_loss"] == pytest.approx((losses, 1.0), rel=1e-5)
+    moved = 0.0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(weights[0.0][name] - weights[0.5][name], 0.5 * gradient, atol=2e-6, rtol=1e-4)
+        moved = max(moved, float(gradient.abs().max()) if "gate" in name or "router" in name else 0.0)
+    assert moved > 1e-3, "routers move"
+
+
+def by_hand(model, cut):
+    """The mean over tokens of each micro-batch's own loss, and its gradient, row by row without padding."""
+    total = sum(len(row.token_ids) for batch in cut for row in batch if row.weights.any())
+    losses = 0.0
+    for batch in cut:
+        rows = [row for row in batch if row.weights.any()]
+        if not rows:
+            continue
+        by_row = [
+            model.model(input_ids=torch.tensor(row.token_ids)[None], output_router_logits=True).router_logits
+            for row in rows
+        ]
+        layers = tuple(torch.cat(parts) for parts in zip(*by_row, strict=True))
+        loss = load_balancing_loss_func(layers, 4, 2) * sum(len(row.token_ids) for row in rows) / total
+        loss.backward()
+        losses += loss.item()
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_coefficient_without_experts_is_refused_in_one_line(make_worker):
+    with pytest.raises(ConfigError, match=r"moe_aux_coef balances .*; qwen3 has none: set it to 0$"):
+        make_worker(make_model("qwen3"), moe_aux_coef=0.1)
+    with pytest.raises(ConfigError, match="deepseek_v3 has none that transformers can balance"):
+        check_mixture(make_model("deepseek_v3", num_key_value_heads=4))
+
+
+def test_a_dense_critic_beside_a_mixture_of_experts_has_nothing_to_balance(make_worker, make_rows, denominators):
+    rows = make_rows(2)
+    worker = make_worker(make_model("llama", "scalar"), role="critic", head="scalar", moe_aux_coef=0.1)
+    assert "moe/aux_loss" not in worker.accumulate([rows], denominators(rows))
