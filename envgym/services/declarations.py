@@ -68,6 +68,9 @@ class RewardModel(Service):
     """A longer one fails its episode (`too_long`), or loses its beginning (`cut`), which the metric `cut` counts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; `auto` is bfloat16 on an accelerator and float32 on a CPU."""
+    offload: bool = False
+    """The weights wait in the CPU's memory and come to the accelerator layer by layer, by DeepSpeed: slower, and there
+    is room for what else is on it."""
     normalise: bool = False
     """Return (reward - mean) / std with the `mean` and `std` that the model's config must then hold."""
     timeout: float = Field(600.0, gt=0)

@@ -79,6 +79,7 @@ class RewardModelClient(RewardClient):
             "max_length": declared.max_length,
             "cut": declared.too_long == "cut",
             "dtype": declared.dtype,
+            "offload": declared.offload,
             "normalise": declared.normalise,
             "deterministic": self._deterministic,
         }

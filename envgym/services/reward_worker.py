@@ -32,6 +32,7 @@ class RewardWorker:
         max_length: int | None = None,
         cut: bool = False,
         dtype: str = "auto",
+        offload: bool = False,
         normalise: bool = False,
         deterministic: bool = False,
     ) -> None:
@@ -51,18 +52,19 @@ class RewardWorker:
         self._name = model
         self._batch_size = 1 if deterministic else batch_size
         self._cut = cut
-        self._model = _load(model, dtype).to(self._device).eval()
+        loaded = _load(model, dtype).eval()
+        self._config = loaded.config.get_text_config()
+        self._model = _offloaded(loaded, self._device) if offload else loaded.to(self._device)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        self._config = self._model.config.get_text_config()
         self._max_length = max_length or _limit(self._config, self._tokenizer)
-        self._mean, self._std = _statistics(self._model.config, model) if normalise else (0.0, 1.0)
+        self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
 
     def info(self) -> dict[str, Any]:
         """Parameters, device, number format and the longest conversation in tokens."""
         return {
-            "n_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "n_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters()),
             "device": str(self._device),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch."),
             "max_length": self._max_length,
         }
 
@@ -123,7 +125,7 @@ class RewardWorker:
         before = self._config.pad_token_id
         self._config.pad_token_id = padding
         try:
-            with torch.inference_mode():
+            with torch.no_grad():  # DeepSpeed, which fetches weights, cannot do so in inference mode
                 logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
         finally:
             self._config.pad_token_id = before
@@ -160,6 +162,16 @@ def _load(name: str, dtype: str) -> Any:
         raise ConfigError(f"{name} is not a reward model: it gives {model.config.num_labels} numbers, not one")
     model.config.get_text_config().use_cache = False
     return model
+
+
+def _offloaded(model: Any, device: Any) -> Any:
+    """The model behind DeepSpeed's ZeRO 3 of one rank, with its weights in the CPU's memory."""
+    from envgym.workers import zero
+    from envgym.workers.config import WorkersConfig
+
+    zero.join(None, 0, 1, device)
+    json = zero.config(WorkersConfig(offload_parameters=True), None, model.dtype, device)
+    return zero.engine(model, json, device)
 
 
 def _limit(config: Any, tokenizer: Any) -> int:
