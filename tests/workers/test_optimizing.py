@@ -22,7 +22,7 @@ def make_worker(tied_model, learner):
     """make_worker(learn={…}, zero_stage=…, …) -> a loaded worker of a trained role."""
     workers = []
 
-    def make(model=tied_model, role="actor", head="lm", learn=None, trained=True, **settings):
+    def make(model=tied_model, role="actor", head="lm", learn=None, trained=True, lora=None, **settings):
         config = {**learner["learner_config"], **(learn or {})}
         worker = ModelWorker(
             role=role,
@@ -32,6 +32,7 @@ def make_worker(tied_model, learner):
             settings={"dtype": "float32", **settings},
             trained=trained,
             head=head,
+            lora=lora,
         )
         workers.append(worker)
         worker.load()
@@ -195,6 +196,19 @@ def test_the_average_goes_on_bit_for_bit(make_worker, learn, tmp_path, zero_stag
         learn(worker, steps=2, seed=7)
     for name, _ in one.network.model.named_parameters():
         assert torch.equal(*(worker.average.whole(name, torch.device("cpu")) for worker in (one, other))), name
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_the_average_of_an_adapter_is_saved_merged(make_worker, learn, tied_model, tmp_path, zero_stage):
+    worker = make_worker(learn={"ema_decay": 0.9}, lora={"rank": 4}, zero_stage=zero_stage)
+    learn(worker, steps=3)
+    worker.save(str(tmp_path / "model"))
+    worker.save_average(str(tmp_path / "average"))
+    folders = (tied_model, tmp_path / "average", tmp_path / "model")
+    base, averaged, current = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert averaged.keys() == current.keys() == base.keys()
+    assert torch.equal(averaged[EMBEDDINGS], base[EMBEDDINGS])
+    assert 0 < float((averaged[MATRIX] - base[MATRIX]).norm()) < float((current[MATRIX] - base[MATRIX]).norm())
 
 
 def test_a_state_without_an_average_is_refused_where_one_is_kept(make_worker, tmp_path):
