@@ -93,7 +93,7 @@ ALARMS = (
         "correction/dropped_share",
         above(0.5, steps=3),
         "{value:.0%} of the tokens are dropped because sampler and trainer differ on them: little is left to learn "
-        "from; find out why they differ (mismatch/…), or widen learner.correction's bounds",
+        "from; find out why they differ (mismatch/*), or widen learner.correction's bounds",
     ),
     Alarm(
         "entropy_collapse",
@@ -176,13 +176,13 @@ ALARMS = (
         "length/truncated_share",
         above(0.5, steps=5),
         "{value:.0%} of the episodes run into a limit before they are done; try a larger rollout.max_tokens or "
-        "engine.max_model_len (truncated/… says which limit), or a penalty on length (learner.shaping)",
+        "engine.max_model_len (truncated/* says which limit), or a penalty on length (learner.shaping)",
     ),
     Alarm(
         "failures",
         "failures/share",
         above(0.1, steps=3),
-        "{value:.0%} of the episodes fail, and are left out of what is learned; failures/… says how, rollouts/ why",
+        "{value:.0%} of the episodes fail, and are left out of what is learned; failures/* says how, rollouts/ why",
     ),
     Alarm(
         "explained_variance",

@@ -34,15 +34,24 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_same_seed_same_run_and_a_killed_one_ends_with_the_same_bytes(envgym, tmp_path, store):
-    runs = tmp_path / "runs"
-    envgym(*SMALL, "--name", "one")
-    envgym(*SMALL, "--name", "two")
+FILTERED = (
+    "learner.minibatches=2", "rollout.filter.zero_variance=true", "rollout.filter.max_score=0.9", "pretrain.rows=3",
+    "pretrain.path=text.txt", "learner.pretrain_coef=0.1",
+)  # fmt: skip
+"""Groups are carried over from step to step, and every step takes the next documents of a text."""
+
+
+@pytest.mark.parametrize("more", [(), FILTERED], ids=["plain", "filtered"])
+def test_same_seed_same_run_and_a_killed_one_ends_with_the_same_bytes(envgym, tmp_path, store, more):
+    (tmp_path / "text.txt").write_text("".join(f"The sum of {n} and 1 is {n + 1}.\n" for n in range(20)))
+    runs, words = tmp_path / "runs", (*SMALL, *more)
+    envgym(*words, "--name", "one")
+    envgym(*words, "--name", "two")
     assert lasting(runs / "one") == lasting(runs / "two")
     assert weights(runs / "one") == weights(runs / "two")
 
     kill_at = random.randint(2, 7)
-    killed = subprocess.Popen([str(ENVGYM), *SMALL, "--name", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen([str(ENVGYM), *words, "--name", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     metrics = runs / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not metrics.exists() or metrics.read_text().count("\n") <= kill_at:
@@ -54,7 +63,10 @@ def test_same_seed_same_run_and_a_killed_one_ends_with_the_same_bytes(envgym, tm
     envgym("train", "--resume", "killed")
     assert lasting(runs / "killed") == lasting(runs / "one")
     assert weights(runs / "killed") == weights(runs / "one")
-    store("repeatable", killed_after_step=kill_at, weights=weights(runs / "one"), steps=8)
+    if more:
+        assert any(record.get("filter/carried_over") for record in lasting(runs / "one"))
+    else:
+        store("repeatable", killed_after_step=kill_at, weights=weights(runs / "one"), steps=8)
 
 
 def test_another_seed_gives_another_run(envgym, tmp_path):
