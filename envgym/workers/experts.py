@@ -13,18 +13,18 @@ from envgym.errors import ConfigError
 from .flops import n_experts
 
 
-def is_mixture(model: nn.Module) -> bool:
+def has_experts(model: nn.Module) -> bool:
     """Whether `model` (from Hugging Face) has experts whose routers can be read."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     return "router_logits" in recorded and hasattr(_code(model), "load_balancing_loss_func")
 
 
-def check_mixture(model: nn.Module) -> None:
+def check_experts(model: nn.Module) -> None:
     """Raise `ConfigError` for a model whose experts cannot be balanced, or that has none."""
-    if not is_mixture(model):
+    if not has_experts(model):
         what = "none that transformers can balance" if n_experts(model.config.get_text_config()) else "none"
         raise ConfigError(
-            f"learner.moe_aux_coef balances the experts of a mixture of experts; {model.config.model_type} has {what}: "
+            f"learner.moe_aux_coef keeps the experts of a model equally busy; {model.config.model_type} has {what}: "
             "set it to 0"
         )
 

@@ -29,7 +29,7 @@ from . import muon, tensor_parallel, zero
 from .adapter import Adapter, n_numbers, whole
 from .average import MovingAverage
 from .config import WorkersConfig
-from .experts import check_mixture, is_mixture
+from .experts import check_experts, has_experts
 from .flops import flops_per_token, peak_flops
 from .freezing import freeze
 from .layout import cost, is_silent, micro_batches, pad
@@ -329,9 +329,9 @@ class ModelWorker:
             return False
         if self.settings.sequence_parallel > 1:
             raise ConfigError("learner.moe_aux_coef and workers.sequence_parallel above 1: leave one of them out")
-        if self.head == "scalar" and not is_mixture(model):
+        if self.head == "scalar" and not has_experts(model):
             return False
-        check_mixture(model)
+        check_experts(model)
         return True
 
     def _packs(self) -> bool:

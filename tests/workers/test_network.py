@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from envgym.errors import ConfigError
 from envgym.workers import head as head_module
-from envgym.workers.experts import check_mixture
+from envgym.workers.experts import check_experts
 from envgym.workers.layout import silenced
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenScorer
@@ -316,10 +316,10 @@ def by_hand(model, cut):
 
 
 def test_a_coefficient_without_experts_is_refused_in_one_line(make_worker):
-    with pytest.raises(ConfigError, match=r"moe_aux_coef balances .*; qwen3 has none: set it to 0$"):
+    with pytest.raises(ConfigError, match=r"moe_aux_coef keeps .*; qwen3 has none: set it to 0$"):
         make_worker(make_model("qwen3"), moe_aux_coef=0.1)
     with pytest.raises(ConfigError, match="deepseek_v3 has none that transformers can balance"):
-        check_mixture(make_model("deepseek_v3", num_key_value_heads=4))
+        check_experts(make_model("deepseek_v3", num_key_value_heads=4))
 
 
 def test_a_dense_critic_beside_a_mixture_of_experts_has_nothing_to_balance(make_worker, make_rows, denominators):
