@@ -20,6 +20,9 @@ from torch import nn
 
 from envgym.errors import ConfigError
 
+PER_HEAD = ("s_aux", "position_bias")
+"""What transformers hands to attention beside the states and has a part for each head."""
+
 
 class Slices:
     """How one group of ranks shares the tokens of its rows: rank r has those from r * t up to (r + 1) * t, where t is
@@ -108,11 +111,12 @@ class Slices:
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, None]:
             self._attentions += 1
-            copies = self.size // math.gcd(self.size, key.shape[1])  # so that each rank gets a key and value head
-            query, key, value = (
-                self._whole_sequence(states)
-                for states in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
-            )
+            if apart := [name for name in PER_HEAD if kwargs.get(name) is not None]:
+                raise ConfigError(f"workers.sequence_parallel cannot share out what each head has of {apart[0]}")
+            copies = self.size // math.gcd(self.size, key.shape[1])
+            if copies > 1:  # so that key and value heads can be shared out evenly, too
+                key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+            query, key, value = (self._whole_sequence(states) for states in (query, key, value))
             module.num_key_value_groups = query.shape[1] // key.shape[1]
             kwargs["position_ids"] = torch.arange(query.shape[2], device=query.device)[None]
             output, _ = attend(module, query, key, value, *args, **kwargs)

@@ -263,6 +263,7 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
 
     async def main():
         group = WorkerGroup("actor", handles, settings)
+        group.info = {"packed": False}
         return await group.forward(rows), await group.accumulate(rows, {})
 
     scores, metrics = asyncio.run(main())
