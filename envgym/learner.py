@@ -165,7 +165,7 @@ class LearnerConfig(BaseModel):
     epochs: int = Field(1, ge=1)
     """Times one rollout is trained on."""
     freeze: list[str] = []
-    """Regular expressions: parameters in whose name one is found keep their values (`embed_tokens`, `layers\\.0\\.`)."""
+    """Regular expressions: parameters in whose name one is found keep their values (`[embed_tokens, visual]`)."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
     optimizer step, and leave it in the run folder as `model_ema/`. 0: none."""
