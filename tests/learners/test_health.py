@@ -71,6 +71,15 @@ def test_by_hand():
     assert "correction/weight" not in told
 
 
+def test_masked_tokens_are_no_extremes():
+    """Prompts and padding, whose ratio is 1 to whoever forgets that they have none."""
+    learner = make(minibatches=2)
+    below = logged(learner, [row([0.9, 0.8]), row([0.7], unit=1)])
+    assert (below["policy/ratio/max"], below["policy/ratio/min"]) == (pytest.approx(0.9), pytest.approx(0.7))
+    above = logged(learner, [row([1.2, 1.1]), row([1.3], unit=1)])
+    assert (above["policy/ratio/max"], above["policy/ratio/min"]) == (pytest.approx(1.3), pytest.approx(1.1))
+
+
 def test_the_sequence_ratio_is_told_where_it_is_used():
     """GSPO: geometric means of (1, 4) and of (9)."""
     told = logged(make(policy_loss="gspo", minibatches=2), [row([1.0, 4.0])], [row([9.0], unit=1)])
