@@ -1,0 +1,118 @@
+"""Memory that one long row costs a rank: alone, with ranks that share the row, with ranks that share the layers.
+
+    .venv/bin/python benchmarks/long_rows.py [--length 4096]
+
+A rank learns from a short row first, which leaves it with weights, gradients, optimizer state and what libraries take;
+what its peak grows by when it then learns from the long row is the row's: activations, and what communication needs.
+On a CPU that is memory of the process, where nothing else on the machine disturbs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import ROOT, conditions, fill_docs, store, table
+
+from envgym.learner import LearnRow
+from envgym.types import Objective
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.local import LocalRuntime
+
+SHORT = 64  # tokens
+VOCABULARY = 2048
+CASES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "`sequence_parallel=2`": {"ranks": 2, "sequence_parallel": 2},
+    "`tensor_parallel=2`": {"ranks": 2, "tensor_parallel": 2},
+    "one rank, `gradient_checkpointing`": {"gradient_checkpointing": True},
+    "`sequence_parallel=2`, `gradient_checkpointing`": {
+        "ranks": 2,
+        "sequence_parallel": 2,
+        "gradient_checkpointing": True,
+    },
+    "`tensor_parallel=2`, `gradient_checkpointing`": {
+        "ranks": 2,
+        "tensor_parallel": 2,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+def make_model(folder: str, length: int) -> str:
+    """Save a Qwen3 of 25 million parameters with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_row(length: int) -> LearnRow:
+    ids = np.random.default_rng(length).integers(0, VOCABULARY, length)
+    weights = np.ones(length, np.float32)
+    weights[0] = 0.0
+    return LearnRow(ids, weights, np.full(length, np.nan, np.float32), Objective.CROSS_ENTROPY)
+
+
+async def measure(model: str, settings: dict[str, Any], length: int, logs: Path) -> dict[str, float]:
+    """GiB that the fullest rank holds after a short row, and that a long one adds; the long row's loss."""
+    runtime = LocalRuntime(logs)
+    try:
+        group = await WorkerGroup.start(
+            runtime,
+            role="actor",
+            model=model,
+            settings=WorkersConfig(tokens_per_microbatch=length, **settings),
+            learner="sft",
+            learner_config={"name": "sft"},
+        )
+        said = []
+        for size in (SHORT, SHORT, length):
+            row = make_row(size)
+            said.append(await group.learn([row], {Objective.CROSS_ENTROPY: float(row.weights.sum())}, 1e-4))
+        await group.close()
+    finally:
+        await runtime.close()
+    before, after = said[-2]["memory/max"], said[-1]["memory/max"]
+    return {"at rest": before, "row": after - before, "loss": said[-1]["loss"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=4096, help="tokens of the long row")
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(folder, options.length)
+        for name, settings in CASES.items():
+            results[name] = asyncio.run(measure(model, settings, options.length, Path(folder, "logs")))
+            print(name, results[name], flush=True)
+    environment = conditions(("torch", "transformers", "deepspeed"))
+    print(store("long_rows", {"length": options.length, "conditions": environment, "cases": results}))
+    alone = results["one rank"]["row"]
+    rows = [
+        [name, f"{result['row']:.2f}", f"{result['row'] / alone:.2f}", f"{result['loss']:.5f}"]
+        for name, result in results.items()
+    ]
+    header = [f"a row of {options.length} tokens costs a rank", "GiB", "share", "loss"]
+    fill_docs("long_rows", table(header, rows), ROOT / "docs" / "long_context.md")
+
+
+if __name__ == "__main__":
+    main()
