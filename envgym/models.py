@@ -15,6 +15,7 @@ from .config import RunConfig, resolve, validated
 from .env import EnvSpec
 from .errors import ConfigError
 from .fresh_model import FreshModelConfig, make_fresh_model
+from .lora import ADAPTER_CONFIG
 from .placement import prepared, start_parts
 from .recipes import load_recipe, makes_model, read_yaml
 from .run_folder import RunFolder, stage_folders
@@ -35,6 +36,8 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
         return str(await make_model(name, display, runtime=config.runtime))
     path = Path(name)
     if path.is_dir():
+        if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
+            raise ConfigError(f"{name} is an adapter without its base: merge it first (envgym model merge {name} OUT)")
         return str(path if (path / "config.json").exists() else policy_of_run(path))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {name} does not exist")

@@ -184,6 +184,15 @@ def test_a_role_may_train_in_full():
     }
 
 
+def test_an_adapter_is_no_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["train", "--env", "math_verify", "--model", "adapter", "--name", "first"]) == 2
+    said = "adapter is an adapter without its base: merge it first (envgym model merge adapter OUT)"
+    assert said in capsys.readouterr().err
+
+
 def test_a_missing_package_is_told_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch):
     import envgym
 

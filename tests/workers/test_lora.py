@@ -150,19 +150,21 @@ def test_what_ranks_leave_is_the_policy(
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_learning_goes_on_from_a_small_checkpoint(make_worker, make_rows, denominators, tmp_path, zero_stage):
+def test_learning_goes_on_from_a_small_checkpoint(
+    make_worker, make_rows, denominators, tied_model, tmp_path, zero_stage
+):
     rows = make_rows(4)
 
     def learn(worker):
         worker.accumulate([rows], denominators(rows))
         worker.step(1e-2)
 
-    worker = make_worker(zero_stage)
+    worker = make_worker(zero_stage, model=tied_model)
     learn(worker)
     worker.save_state(str(tmp_path / "state"))
     learn(worker)
     expected = adapter_of(worker, tmp_path / "straight")
-    other = make_worker(zero_stage)
+    other = make_worker(zero_stage, model=tied_model)
     other.load_state(str(tmp_path / "state"))
     learn(other)
     got = adapter_of(other, tmp_path / "resumed")
