@@ -1,7 +1,7 @@
 """vLLM's LoRA on a CPU, for the case that every token of a batch has the same adapter, which here is always so.
 
-vLLM's own code gathers a copy of the adapter's matrices for every token: sampling from a small model took three times
-as long as without an adapter. Two matrix products for the whole batch cost next to nothing.
+vLLM's own code gathers a copy of the adapter's matrices for every token: a small model was sampled at 0.36 of its speed
+without an adapter. With two matrix products for the whole batch it is 0.8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA in reinforcement learning on the starter: an adapter of a fifth of its weights learns the task."""
+"""LoRA and QLoRA in reinforcement learning on the starter: an adapter of a sixth of its size learns the task."""
 
 from __future__ import annotations
 
