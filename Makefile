@@ -20,6 +20,10 @@ bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/r
 	$(BIN)/python benchmarks/against_trl.py --lr 3e-4 --model "$$($(BIN)/envgym model starter | tail -n 1)"
 	$(BIN)/python benchmarks/env_latency.py
 	$(BIN)/python benchmarks/concurrency.py
+	$(BIN)/python benchmarks/learner_memory.py
+	$(BIN)/python benchmarks/learner_throughput.py
+	$(BIN)/python benchmarks/learner_against_trl.py
+	$(BIN)/python benchmarks/balance.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check envgym envs agents learners tests benchmarks examples

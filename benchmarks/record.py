@@ -35,6 +35,15 @@ def conditions(packages: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def conditions_in_words(where: dict[str, Any]) -> str:
+    """`conditions` as a sentence of the docs."""
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    return (
+        f"Commit `{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, load "
+        f"{where['load_1min']} before the start; Python {where['python']}, {versions}."
+    )
+
+
 def commit() -> str:
     """The commit measured, marked `-dirty` where tracked files differ from it."""
     described = subprocess.run(

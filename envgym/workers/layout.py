@@ -28,6 +28,9 @@ SLACK = 1.05
 """How much more than the mean (or than the costliest unit, which nothing can divide) the fullest micro-batch may
 cost."""
 
+WORTH = 1 / 8
+"""The share of a full micro-batch that one more must save of padding: each has costs of its own."""
+
 
 def micro_batches(
     rows: Sequence[LearnRow], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
@@ -37,8 +40,9 @@ def micro_batches(
     Rows of one unit stay together. A micro-batch costs (see `cost`) at most `tokens_per_microbatch`, or as much as the
     costliest unit where that is more. Every rank gets the same number of micro-batches (ZeRO 2 and 3 need as many
     collectives from each); copies of a small unit with zero weight fill up. There are as few as the budget allows, or
-    a few more where whole units cannot be shared out evenly otherwise: the fullest costs at most `SLACK` times the
-    mean, or times the costliest unit. The result depends on nothing but the arguments.
+    a few more where whole units cannot be shared out evenly otherwise (the fullest costs at most `SLACK` times the
+    mean, or times the costliest unit), or where more of them need less padding (see `WORTH`). The result depends on
+    nothing but the arguments.
     """
     units = _units(rows)
     if not units:
@@ -111,7 +115,8 @@ def _fewest(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -
         costs = [_cost(shapes, share, packed) if share else filler for share in shares]
         return max(costs) <= min(max(budget, whole), SLACK * max(sum(costs) / len(costs), whole))
 
-    works = -(-sum(shape.tokens for shape in shapes) // (max(budget, whole) * n_ranks))
+    tokens = sum(shape.tokens for shape in shapes)
+    works = -(-tokens // (max(budget, whole) * n_ranks))
     most = -(-len(shapes) // n_ranks)
     failed = works - 1
     while not fits(found := shared_out(works * n_ranks)) and works < most:
@@ -123,6 +128,19 @@ def _fewest(shapes: Sequence[_Shape], budget: int, n_ranks: int, packed: bool) -
             works, found = middle, fewer
         else:
             failed = middle
+    if packed:
+        return found
+
+    def spent(n: int, shares: list[Share]) -> float:
+        return sum(_cost(shapes, share, packed) if share else filler for share in shares) / n_ranks + n * WORTH * budget
+
+    least = spent(works, found)
+    for more in range(works + 1, most + 1):
+        if tokens / n_ranks + more * WORTH * budget >= least:  # even without any padding
+            break
+        shares = shared_out(more * n_ranks)
+        if fits(shares) and spent(more, shares) < least:
+            least, found = spent(more, shares), shares
     return found
 
 

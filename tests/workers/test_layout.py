@@ -90,6 +90,15 @@ def test_ranks_share_the_work_evenly_in_few_micro_batches_and_little_is_padded()
             assert len(ranks[0]) <= 1.5 * np.ceil(lengths.sum() / 8192 / n_ranks)
 
 
+def test_one_more_micro_batch_is_made_where_it_saves_much_padding():
+    short_and_long = [row(10, unit) for unit in range(40)] + [row(100, 50)]  # 500 tokens, 4100 if padded together
+    [batches] = micro_batches(short_and_long, 2048, 1)
+    assert sum(cost(batch, packed=False) for batch in batches) < 700
+    assert len(batches) == 3, "two would cost too unevenly"
+    much_alike = [row(90 + unit, unit) for unit in range(11)]
+    assert len(micro_batches(much_alike, 8192, 1)[0]) == 1
+
+
 def test_packed_rows_of_any_lengths_go_together():
     rows = [row(length, unit) for unit, length in enumerate([90, 10, 60, 40])]
     lengths = [sorted(len(r.token_ids) for r in batch) for batch in micro_batches(rows, 100, 1, packed=True)[0]]

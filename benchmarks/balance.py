@@ -1,0 +1,106 @@
+"""How evenly rows are shared out: the fullest micro-batch beside the mean, for log-normal lengths.
+
+    .venv/bin/python benchmarks/balance.py
+
+Whole units (single rows, pairs, groups of eight) of a step are cut into micro-batches, padded or packed. The load of a
+micro-batch is what it costs: rows times the longest of them if padded, tokens if packed. No cut can do better than the
+larger of the mean load and the costliest unit, so that is what the fullest is compared with. Nothing is timed but the
+cutting itself.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+from record import conditions, conditions_in_words, fill_docs, store, table
+
+STEPS, ROWS, BUDGET, MEDIAN_LENGTH, SIGMA = 50, 512, 8192, 200, 1.0
+UNITS = {"rows": 1, "pairs": 2, "groups of 8": 8}
+RANKS = (1, 4, 8)
+
+
+def main() -> None:
+    where = conditions(["envgym"])
+    cases = [
+        {"units": name, "ranks": ranks, "packed": packed, **measured(size, ranks, packed)}
+        for packed in (False, True)
+        for name, size in UNITS.items()
+        for ranks in RANKS
+    ]
+    job = {"steps": STEPS, "rows": ROWS, "budget": BUDGET, "median_length": MEDIAN_LENGTH, "sigma": SIGMA}
+    result = {"conditions": where, "job": job, "cases": cases}
+    path = store("balance", result)
+    text = markdown(result)
+    fill_docs("balance", text)
+    print(f"{text}\n\nstored in {path}")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The stored result as the text of the docs."""
+    job = result["job"]
+    rows = [
+        [
+            f"{'packed' if case['packed'] else 'padded'}, {case['units']}, ranks: {case['ranks']}",
+            f"{case['fullest']:.3f}",
+            f"{case['fullest_worst']:.3f}",
+            f"{case['ranks_apart_worst']:.3f}",
+            f"{case['computed']:.2f}",
+            f"{case['milliseconds']:.0f}",
+        ]
+        for case in result["cases"]
+    ]
+    what = (
+        f"{job['steps']} steps of {job['rows']} rows, log-normal with median {job['median_length']} and sigma "
+        f"{job['sigma']} tokens, {job['budget']} tokens a micro-batch. "
+    )
+    header = [
+        "layout, units",
+        "fullest / bound, median",
+        "worst",
+        "busiest rank / mean, worst",
+        "computed / real tokens",
+        "cutting, ms",
+    ]
+    return f"{table(header, rows)}\n\n{what}{conditions_in_words(result['conditions'])}"
+
+
+def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
+    """Loads over steps of random lengths, as ratios, and what cutting takes."""
+    import numpy as np
+
+    from envgym.learner import LearnRow
+    from envgym.types import Objective
+    from envgym.workers.layout import cost, micro_batches
+
+    fullest, apart, computed, milliseconds = [], [], [], []
+    for seed in range(STEPS):
+        rng = np.random.default_rng(seed)
+        lengths = rng.lognormal(np.log(MEDIAN_LENGTH), SIGMA, ROWS).clip(1, BUDGET).astype(int)
+        rows = []
+        for index, length in enumerate(lengths.tolist()):
+            zeros = np.zeros(length, np.float32)
+            row = LearnRow(zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, unit=index // unit_size)
+            rows.append(row)
+        began = time.perf_counter()
+        ranks = micro_batches(rows, BUDGET, n_ranks, packed=packed)
+        milliseconds.append((time.perf_counter() - began) * 1000)
+        loads = [[cost(batch, packed=packed) for batch in share] for share in ranks]
+        units = [rows[start : start + unit_size] for start in range(0, ROWS, unit_size)]
+        every = [load for share in loads for load in share]
+        bound = max(sum(every) / len(every), *(cost(unit, packed=packed) for unit in units))
+        fullest.append(max(every) / bound)
+        apart.append(max(map(sum, loads)) / (sum(every) / n_ranks))
+        computed.append(sum(every) / lengths.sum())
+    return {
+        "fullest": median(fullest),
+        "fullest_worst": max(fullest),
+        "ranks_apart_worst": max(apart),
+        "computed": float(median(computed)),
+        "milliseconds": median(milliseconds),
+    }
+
+
+if __name__ == "__main__":
+    main()
