@@ -95,6 +95,7 @@ class ModelWorker:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
             torch.use_deterministic_algorithms(True, warn_only=True)
             # Off, or every step fills DeepSpeed's reduce buckets of 2 GB, which small models hardly touch: seconds.
             torch.utils.deterministic.fill_uninitialized_memory = False
