@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import settings
 # Threads that wait must sleep: spinning, on a machine that is busy, made a worker test of ten seconds one of minutes.
 # Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts what runs in the background with Ctrl-C ignored, and so would be all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("envgym", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("envgym")

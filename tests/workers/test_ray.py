@@ -34,6 +34,7 @@ def test_ray_actors_learn_and_behave_like_local_workers(
         metrics = await group.learn(rows, denominators(rows), 1.0)
         await group.export(str(tmp_path / "weights"))
         await group.close()
+        del metrics["memory/max"]  # the controller of a run inline holds more than a worker
         return metrics, load_file(tmp_path / "weights")
 
     async def main():
