@@ -12,6 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, missing_package
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
+from .model_name import is_path
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -74,7 +75,7 @@ def _check_base(base: str, adapter: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"the base {base} is no model folder: it has no config.json")
-    elif path.is_absolute() or base.startswith((".", "~")) or base.count("/") > 1:
+    elif is_path(base):
         raise ConfigError(f"the base of {adapter} is not at {base}: say where it is with --base")
 
 

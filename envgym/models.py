@@ -16,6 +16,7 @@ from .env import EnvSpec
 from .errors import ConfigError
 from .fresh_model import FreshModelConfig, make_fresh_model
 from .lora import ADAPTER_CONFIG
+from .model_name import is_path
 from .placement import prepared, start_parts
 from .recipes import load_recipe, makes_model, read_yaml
 from .run_folder import RunFolder, stage_folders
@@ -39,7 +40,7 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
         if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
             raise ConfigError(f"{name} is an adapter without its base: merge it first (envgym model merge {name} OUT)")
         return str(path if (path / "config.json").exists() else policy_of_run(path))
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise ConfigError(f"model folder {name} does not exist")
     display.phase(f"looking for {name} on the Hugging Face hub (there is no such folder here)")
     return name

@@ -155,9 +155,13 @@ class Trainer:
     async def score(self, groups: Sequence[Group]) -> None:
         """Let every role that scores (reference, critic) say its numbers about the rows the learner will see."""
         rows = [row for group in groups for episode in group.episodes for row in episode.rows]
-        for role in (role for role, spec in self.parts.learner.roles.items() if spec.scored):
-            with self.progress.timed("score"):
-                outputs = await self.parts.workers[role].forward([LearnRow.of(row) for row in rows])
+        roles = [role for role, spec in self.parts.learner.roles.items() if spec.scored]
+        if not roles:
+            return
+        with self.progress.timed("score"):
+            asked = [LearnRow.of(row) for row in rows]  # once, so that what one role says is not sent to the next
+            for role in roles:
+                outputs = await self.parts.workers[role].forward(asked)
                 for row, output in zip(rows, outputs, strict=True):
                     row.outputs[role] = output.tolist()
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from envgym.errors import EnvgymError
+from envgym.model_name import is_path
 
 from .adapter import quantization, tame_quantized
 from .experts import balance_loss
@@ -126,7 +127,7 @@ def load_model(
         name = str(path)
         if not (path / "config.json").is_file():
             raise EnvgymError(f"model folder {name} has no config.json: it is not a Hugging Face model folder")
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    elif is_path(name):
         raise EnvgymError(f"model folder {name} does not exist")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
