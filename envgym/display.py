@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .report import aligned, duration, score, summary_lines
+from .report import aligned, counts, duration, score, summary_lines
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -20,8 +20,8 @@ class Display:
     def phase(self, text: str) -> None:
         """What the run is busy with from now on ("starting the engine")."""
 
-    def rollout(self, done: int, total: int) -> None:
-        """Episodes played, of those that are to be played now."""
+    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
+        """Episodes played, of those that are to be played now, and how many of them failed, by kind."""
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         """A step is done; `metrics` is its record in `metrics.jsonl`."""
@@ -86,9 +86,9 @@ class LineDisplay(Display):
     def phase(self, text: str) -> None:
         self._print(text)
 
-    def rollout(self, done: int, total: int) -> None:
+    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
         if self._clock() - self._last_line >= self.SECONDS_BETWEEN_COUNTS:
-            self._print(f"{done} of {total} episodes")
+            self._print(f"{done} of {total} episodes{failed(failures)}")
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         left = self._pace.seconds_left(step, steps)
@@ -123,6 +123,11 @@ class LineDisplay(Display):
             print(text, file=self._file, flush=True)
         except OSError:
             self._file = None  # whoever read the lines is gone, or the disk is full: no reason to end the run
+
+
+def failed(failures: Mapping[str, int]) -> str:
+    """`, failed: timeout 2`, or nothing."""
+    return f", failed: {counts(failures)}" if failures else ""
 
 
 METRICS = {

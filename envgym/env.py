@@ -104,7 +104,8 @@ class Env(ABC):
 
     Subclass it and write `reset` and `step`. `self.spec` is the shared half, `self.rng` a generator
     of this instance's own; never touch the global one. An observation is a list of chat messages, raw
-    text, or an `Observation`. `info` may carry `score` (a number in [0, 1]) and `metrics` (names to numbers).
+    text, or an `Observation`. `info` may carry `score` (a number in [0, 1]), `metrics` (names to numbers)
+    and `answer` (what the policy answered, as text, by which majority votes count).
 
     Methods that block are written as plain `def`: they run on a thread of the instance's own.
     """

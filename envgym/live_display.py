@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from .display import METRICS, Display, Pace
+from .display import METRICS, Display, Pace, failed
 from .report import duration, score, summary_lines
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LiveDisplay(Display):
         self._console = console or Console(highlight=False)
         self._spinner = Spinner("dots")
         self._phase, self._phase_began = "starting", time.monotonic()
-        self._episodes: tuple[int, int] | None = None
+        self._episodes: tuple[int, int, str] | None = None
         self._begin_stage()
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=REFRESHES_PER_SECOND)
 
@@ -56,8 +56,8 @@ class LiveDisplay(Display):
         self._start()
         self._phase, self._phase_began, self._episodes = text, time.monotonic(), None
 
-    def rollout(self, done: int, total: int) -> None:
-        self._episodes = (done, total) if done < total else None
+    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
+        self._episodes = (done, total, failed(failures)) if done < total else None
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         self._start()
@@ -124,8 +124,11 @@ class LiveDisplay(Display):
         self._spinner.update(text=Text(self._phase))
         parts: list[RenderableType] = [self._spinner]
         if self._episodes is not None:
-            done, total = self._episodes
-            parts += [ProgressBar(total, done, width=20), Text(f"{done}/{total} episodes", "dim")]
+            done, total, failures = self._episodes
+            parts += [
+                ProgressBar(total, done, width=20),
+                Text(f"{done}/{total} episodes", "dim").append(failures, "red"),
+            ]
         elapsed = time.monotonic() - self._phase_began
         line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
         return line

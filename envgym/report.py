@@ -55,9 +55,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         largest = summary["mismatch"]["max_abs_logprob"]
         lines.append(("mismatch", f"{largest:.1e} nats at most between sampler and trainer"))
     if summary["failures"]:
-        lines.append(("failures", _counts(summary["failures"])))
+        lines.append(("failures", counts(summary["failures"])))
     if summary.get("alarms"):
-        lines.append(("alarms", f"{_counts(summary['alarms'])}   what each means: docs/metrics.md"))
+        lines.append(("alarms", f"{counts(summary['alarms'])}   what each means: docs/metrics.md"))
     lines.append(("folder", summary["run"]))
     if summary.get("picture"):
         lines.append(("picture", str(summary["picture"])))
@@ -73,7 +73,7 @@ def evaluation_lines(result: Mapping[str, Any]) -> list[Line]:
         ("score", f"{score(result)}   95% interval, {result['n_tasks']} tasks, {result['n_episodes']} episodes"),
         *_members(result),
         ("truncated", str(result["truncated"])),
-        ("failed", _counts(result["failures"]) or "0"),
+        ("failed", counts(result["failures"]) or "0"),
         ("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"),
     ]
 
@@ -178,5 +178,6 @@ def _split(seconds: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {spent / total:.0%}" for name, spent in phases.items())
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.items())
+def counts(of: Mapping[str, int]) -> str:
+    """`timeout 2, engine 1`."""
+    return ", ".join(f"{kind} {count}" for kind, count in of.items())

@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .agent import Agent
@@ -23,6 +24,9 @@ from .fingerprint import task_hash
 from .sampler import EpisodeSampler, Waves, derived_seed
 from .services.policy import WAVES
 from .types import Episode, Group, Judgement, Outcome, Task
+
+Progress = Callable[[int, int, Mapping[str, int]], None]
+"""Told of each episode that ends: how many have, of how many, and how many of them failed, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,26 @@ class Runner:
         self._fingerprints: dict[int, dict[str, str]] = {}
 
     async def play(
-        self, tasks: Sequence[Task], play: Play, on_progress: Callable[[int, int], None] | None = None
+        self,
+        tasks: Sequence[Task],
+        play: Play,
+        on_progress: Progress | None = None,
+        *,
+        kept: Mapping[tuple[str, int], Episode] | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Group]:
         """Play every task `group_size` times and return the groups in the order of `tasks`.
 
         All members of a group get the same environment seed, and so the same problem. Failed episodes are in
-        the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many.
+        the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many
+        that are played, and how many failed, by kind.
+
+        Episodes `kept` from an earlier call, by their group's id and member, are not played again. `on_episode` is
+        given each episode as it ends, and once more where its group is judged together and that changed it.
         """
-        done, total = 0, len(tasks) * play.group_size
+        kept, failures = kept or {}, Counter[str]()
+        groups = [Group(f"{play.purpose}/{index:05d}", task, []) for index, task in enumerate(tasks)]
+        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(play.group_size))
         concurrency = self.config.concurrency
         waves = None
         if self.deterministic and self.engine is not None:
@@ -76,6 +92,8 @@ class Runner:
 
         async def one(group: Group, member: int) -> Episode:
             nonlocal done
+            if (old := kept.get((group.id, member))) is not None:
+                return old
             async with slots:
                 try:
                     episode = await self._play_member(group, member, play, waves)
@@ -83,11 +101,14 @@ class Runner:
                     if waves is not None:
                         waves.leave()
                 done += 1
+                if episode.failed:
+                    failures[episode.outcome.reason] += 1
+                if on_episode is not None:
+                    on_episode(episode)
                 if on_progress is not None:
-                    on_progress(done, total)
+                    on_progress(done, total, failures)
                 return episode
 
-        groups = [Group(f"{play.purpose}/{index:05d}", task, []) for index, task in enumerate(tasks)]
         jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(play.group_size)]
         try:
             episodes = await asyncio.gather(*jobs)
@@ -99,7 +120,10 @@ class Runner:
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
         if self.agent.samples:
-            await asyncio.gather(*(self._compare(group) for group in groups))
+            judged = await asyncio.gather(*(self._compare(group) for group in groups))
+            if on_episode is not None:
+                for episode in itertools.chain(*judged):
+                    on_episode(episode)
         return groups
 
     async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
@@ -188,11 +212,12 @@ class Runner:
         with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
             await env.close()
 
-    async def _compare(self, group: Group) -> None:
-        """Let the environment score the finished members of a group against each other, where it does."""
+    async def _compare(self, group: Group) -> list[Episode]:
+        """Let the environment score the finished members of a group against each other, where it does. Returns those
+        that it said something of, which may be that they failed."""
         finished = [episode for episode in group.episodes if not episode.failed]
         if not finished:
-            return
+            return []
         spec = self.spec.of(group.task)
         deadline = asyncio.timeout(self.config.episode_timeout)
         try:
@@ -207,13 +232,14 @@ class Runner:
             for episode in finished:
                 episode.outcome = self._failure(error, timed_out=deadline.expired())
                 episode.reward = episode.score = None
-            return
+            return finished
         for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
             if isinstance(verdict, Judgement):
                 apply_judgement(episode, verdict)
             else:
                 episode.outcome = self._failure(verdict, timed_out=False)
                 episode.reward = episode.score = None
+        return [] if verdicts is None else finished
 
 
 def as_judgement(verdict: object) -> Judgement | Exception:

@@ -34,6 +34,7 @@ class Transcript:
         self.rows: list[Row] = []
         self.messages: list[Message] = []
         self.score: float | None = None
+        self.answer: str | None = None
         self.metrics: dict[str, float] = {}
         self._engine = engine
         self._left = max_tokens
@@ -97,10 +98,12 @@ class Transcript:
         row.turns.append(Turn(None, StopReason.STOP))
 
     def paid(self, reward: float | None, info: Mapping[str, Any]) -> None:
-        """What the environment said of the last turn. The last score and the last value of each metric stand."""
+        """What the environment said of the last turn. The last score, answer and value of each metric stand."""
         self.rows[-1].turns[-1].reward = reward
         if info.get("score") is not None:
             self.score = float(info["score"])
+        if info.get("answer") is not None:
+            self.answer = str(info["answer"])
         self.metrics |= info.get("metrics") or {}
 
     @property
@@ -132,6 +135,7 @@ class Transcript:
             rows=self.rows,
             reward=reward,
             score=score,
+            answer=self.answer,
             metrics=self.metrics,
             messages=self.messages,
         )

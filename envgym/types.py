@@ -118,7 +118,7 @@ def _message(item: Mapping[str, Any]) -> Message:
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments))
+        calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error", "")))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids)
 
@@ -351,7 +351,8 @@ class Episode:
     """What happened when a policy met a task.
 
     `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
-    rates and filters use (the environment's, or the reward where that lies in [0, 1]). `rows` are what is
+    rates and filters use (the environment's, or the reward where that lies in [0, 1]). `answer` is what the policy
+    answered as the environment read it (None: nothing it could read), by which majority votes count. `rows` are what is
     trained on; an episode has more than one only where its context was not one growing sequence.
     `messages` is the conversation, for people. `fingerprints` are hashes of what was played: the environment's
     `code`, its `spec` and the `task`.
@@ -363,6 +364,7 @@ class Episode:
     rows: list[Row] = field(default_factory=list)
     reward: float | None = None
     score: float | None = None
+    answer: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     env: str = ""

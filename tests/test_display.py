@@ -90,8 +90,13 @@ def test_a_long_rollout_shows_that_it_goes_on(lines):
     display.phase("starting")
     for second in range(100):
         clock.now = float(second)
-        display.rollout(second, 100)
-    assert printed() == ["starting", "30 of 100 episodes", "60 of 100 episodes", "90 of 100 episodes"]
+        display.rollout(second, 100, {"timeout": 2} if second > 40 else {})
+    assert printed() == [
+        "starting",
+        "30 of 100 episodes",
+        "60 of 100 episodes, failed: timeout 2",
+        "90 of 100 episodes, failed: timeout 2",
+    ]
 
 
 def test_an_alarm_is_a_line_of_its_own(lines):
@@ -190,10 +195,11 @@ def test_the_table_shows_the_state_of_the_run(live):
     display.step(0, 60, {"step": 0})
     for step in range(1, 4):
         display.step(step, 60, {**RECORD, "reward/mean": step / 4})
-    display.rollout(128, 512)
+    display.rollout(128, 512, {"engine": 3})
     table = draw()
     for shown in (
-        "3/60", "left", "0.750", "▃▅▇", "0.412 [0.370, 0.455]", "at step 0", "4,211", "1.2e-06", "128/512 episodes",
+        "3/60", "left", "0.750", "▃▅▇", "0.412 [0.370, 0.455]", "at step 0", "4,211", "1.2e-06",
+        "128/512 episodes, failed: engine 3",
         "rollout 1.10 s", "learn 0.70 s",
     ):  # fmt: skip
         assert shown in table, shown
@@ -255,7 +261,7 @@ try:
     print("READY", flush=True)
     for step in range(1, STEPS + 1):
         for done in range(0, 64):
-            display.rollout(done, 64)
+            display.rollout(done, 64, {})
         time.sleep(0.02)
         display.step(step, STEPS, RECORD)
     display.finish(SUMMARY)

@@ -87,14 +87,27 @@ def make_spec(world, **methods):
 
 
 def play(
-    spec, *, tasks=TASKS, size=2, engine=None, agent=OneAnswer, seed=0, deterministic=False, purpose="p", **config
+    spec,
+    *,
+    tasks=TASKS,
+    size=2,
+    engine=None,
+    agent=OneAnswer,
+    seed=0,
+    deterministic=False,
+    purpose="p",
+    on_progress=None,
+    kept=None,
+    on_episode=None,
+    **config,
 ):
     engine = engine or OneToken()
     settings = RolloutConfig(**{"refills": 0, **config})
     runner = Runner(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
-    return asyncio.run(asyncio.wait_for(runner.play(tasks, Play(purpose, SAMPLING, size)), 30))
+    playing = runner.play(tasks, Play(purpose, SAMPLING, size), on_progress, kept=kept, on_episode=on_episode)
+    return asyncio.run(asyncio.wait_for(playing, 30))
 
 
 def outcomes(groups):
@@ -403,6 +416,54 @@ def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_
         assert world.finished_closing == world.made == 6
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+# -- episodes kept from before ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kept_episodes_are_not_played_again(world, deterministic):
+    first = play(make_spec(world), deterministic=deterministic)
+    kept = {(episode.group, episode.member): episode for episode in (first[0].episodes[1], *first[2].episodes)}
+    world.seeds.clear()
+    told, ended = [], []
+    again = play(
+        make_spec(world),
+        deterministic=deterministic,
+        kept=kept,
+        on_progress=lambda *said: told.append(said[:2]),
+        on_episode=ended.append,
+    )
+    assert [task for task, _ in world.seeds] == ["t0", "t1", "t1"]
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert [episode.id for group in again for episode in group.episodes] == [
+        episode.id for group in first for episode in group.episodes
+    ]
+    assert again[0].episodes[1] is first[0].episodes[1]
+    assert sorted(episode.id for episode in ended) == ["p/00000:000:0", "p/00001:000:0", "p/00001:001:0"]
+
+
+def test_progress_counts_failures_by_kind(world):
+    told = []
+    play(
+        make_spec(world),
+        engine=OneToken({"p/00001": WorkerError("no")}),
+        on_progress=lambda done, total, failures: told.append((done, total, dict(failures))),
+        concurrency=1,
+    )
+    assert told[0] == (1, 6, {})
+    assert told[-1] == (6, 6, {"engine": 2})
+
+
+def test_a_group_judged_together_is_told_of_again_also_with_members_kept_from_before(world):
+    ended = []
+    spec = judged_by(world, lambda task, episodes: [0.25] * len(episodes) if task.id == "t1" else None)
+    groups = play(spec, on_episode=lambda episode: ended.append((episode.group, episode.member, episode.reward)))
+    assert ended[6:] == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
+    ended.clear()
+    kept = {(episode.group, episode.member): episode for group in groups for episode in group.episodes}
+    play(spec, kept=kept, on_episode=lambda episode: ended.append((episode.group, episode.member, episode.reward)))
+    assert ended == [("p/00001", 0, 0.25), ("p/00001", 1, 0.25)]
 
 
 # -- environments that judge a group ----------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Conversation:
         self.turns[-1].reward = reward
         whole = Transcript(None)
         whole.rows = self.rows
-        whole.score = info.get("score")
+        whole.score, whole.answer = info.get("score"), info.get("answer")
         whole.metrics = {**(info.get("metrics") or {}), "calls": float(len(self.turns))}
         whole.messages = messages
         return whole.episode(task, outcome)

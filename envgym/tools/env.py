@@ -65,6 +65,10 @@ class ToolEnv(Env):
     def grade(self, action: Action) -> Any:
         """What the final answer earns: a number, or a `Reward` with score and metrics."""
 
+    def answer(self, action: Action) -> str | None:
+        """What the final answer says, by which majority votes count answers as the same."""
+        return action.text.strip() or None
+
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self._end_sessions()
         self.task = (options or {})["task"]
@@ -92,7 +96,7 @@ class ToolEnv(Env):
     async def _end(self, action: Action) -> StepResult:
         graded = await _settled(self.grade(action))
         judgement = graded if isinstance(graded, Judgement) else Judgement(graded)
-        info: Info = {"metrics": self.toolbox.metrics | dict(judgement.metrics)}
+        info: Info = {"answer": self.answer(action), "metrics": self.toolbox.metrics | dict(judgement.metrics)}
         if judgement.score is not None:
             info["score"] = judgement.score
         return (), judgement.reward, True, False, info

@@ -61,7 +61,7 @@ class MathVerifyEnv(Env):
             "grader_timeout": float(verdict.failure == "timeout"),
             "grader_crash": float(verdict.failure == "crash"),
         }
-        return (), score, True, False, {"score": score, "metrics": metrics}
+        return (), score, True, False, {"score": score, "answer": answer, "metrics": metrics}
 
 
 class MathVerify(DataEnvSpec):

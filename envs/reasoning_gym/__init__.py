@@ -101,7 +101,7 @@ class ReasoningGymEnv(Env):
         }
         if len(self.spec.config.weights) > 1:
             metrics[f"score_{self.task.fields['dataset']}"] = score
-        return None, score, True, False, {"score": score, "metrics": metrics}
+        return None, score, True, False, {"score": score, "answer": answer or None, "metrics": metrics}
 
 
 class ReasoningGymTasks(TaskSet):

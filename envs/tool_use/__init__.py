@@ -16,7 +16,7 @@ from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
 from envgym.types import Action, Message, Task
 
-from .answers import Match, is_right
+from .answers import Match, given, is_right
 from .lookup import LookupTasks, Table, demonstration, held_out_tasks
 
 PYTHON = "python"
@@ -57,6 +57,9 @@ class ToolUseEnv(ToolEnv):
 
     def grade(self, action: Action) -> float:
         return float(is_right(action.text, self.task.answer, self.spec.config.match))
+
+    def answer(self, action: Action) -> str | None:
+        return given(action.text, self.task.answer, self.spec.config.match)
 
 
 class ToolUse(DataEnvSpec):

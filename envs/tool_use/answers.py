@@ -11,6 +11,15 @@ Match = Literal["auto", "number", "exact", "contains"]
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
+def given(text: str, answer: object, match: Match) -> str | None:
+    """What `text` gives as the answer where `is_right` compares it so; None where that is nothing."""
+    said = text.rpartition("</think>")[2]
+    if match == "number" or (match == "auto" and number(str(answer)) is not None):
+        found = last_number(said)
+        return None if found is None else f"{found:.12g}"
+    return _plain(said) or None
+
+
 def is_right(text: str, answer: object, match: Match) -> bool:
     """Whether `text` gives `answer`. `auto` compares numbers where the answer is one, else the whole text.
 
