@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,16 +56,28 @@ class Place:
 
 
 @asynccontextmanager
-async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[Place]:
-    """The place of a stage. A bad data file is told here, before anything long begins; what is started in it is closed
-    again on every way out."""
+async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
+    """The run's runtime; what runs in it ends with it."""
     runtime = make_runtime(config, folder)
     try:
-        spec = stage.make_spec()
-        async with start_services(spec, runtime, deterministic=config.deterministic, now=False) as services:
-            yield Place(spec, services, runtime)
+        yield runtime
     finally:
         await runtime.close()
+
+
+@asynccontextmanager
+async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> AsyncIterator[Place]:
+    """The place of a stage in a runtime: its environment is closed again on every way out."""
+    spec = stage.make_spec()
+    async with start_services(spec, runtime, deterministic=config.deterministic, now=False) as services:
+        yield Place(spec, services, runtime)
+
+
+@asynccontextmanager
+async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[Place]:
+    """The place of a stage, in a runtime of its own. A bad data file is told here, before anything long begins."""
+    async with running(config, folder) as runtime, set_up(config, stage, runtime) as place:
+        yield place
 
 
 async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model: str, display: Display) -> Parts:
@@ -81,27 +93,15 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     engine, context = None, None
     if agent.samples:
         engine, context = await start_sampling(
-            config, stage, place, agent, model, display, lora_rank=adapters["actor"].rank
+            config, stage, [place], agent, model, display, lora_rank=adapters["actor"].rank
         )
     workers = {}
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
-    for role, role_spec in learner.roles.items():
+    for role in learner.roles:
         if role in bases:
             continue
         display.phase(f"loading the {role}")
-        workers[role] = await WorkerGroup.start(
-            place.runtime,
-            role=role,
-            model=stage.roles.get(role, RoleConfig()).model or model,
-            learner=stage.learner.name,
-            learner_config=learner_config.model_dump(),
-            settings=stage.workers_of(role),
-            lora=adapters[role],
-            trained=role_spec.trained,
-            head=role_spec.head,
-            seed=config.seed,
-            deterministic=config.deterministic,
-        )
+        workers[role] = await start_role(config, stage, role, model, place.runtime)
     workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
@@ -112,23 +112,46 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync, pretraining)
 
 
+async def start_role(config: RunConfig, stage: StageConfig, role: str, model: str, runtime: Runtime) -> WorkerGroup:
+    """The ranks of one of the learner's roles, loaded; from `model` where the role names none of its own."""
+    learner_class, learner_config = stage.learner_config()
+    spec = learner_class(learner_config).roles[role]
+    return await WorkerGroup.start(
+        runtime,
+        role=role,
+        model=stage.roles.get(role, RoleConfig()).model or model,
+        learner=stage.learner.name,
+        learner_config=learner_config.model_dump(),
+        settings=stage.workers_of(role),
+        lora=stage.lora_of(role, spec),
+        trained=spec.trained,
+        head=spec.head,
+        seed=config.seed,
+        deterministic=config.deterministic,
+    )
+
+
 async def start_sampling(
     config: RunConfig,
     stage: StageConfig,
-    place: Place,
+    places: Sequence[Place],
     agent: Agent,
     model: str,
     display: Display,
     *,
     lora_rank: int = 0,
 ) -> tuple[EngineClient, int]:
-    """What episodes need: the environment's services and the stage's engine, with its context length in tokens.
-    `lora_rank`: that of the adapters the engine will be given."""
-    if place.services.names:
-        display.phase(f"starting {', '.join(place.services.names)}")
-        await place.services.start()
-    engine, context = await start_engine(config, stage, model, place.runtime, display, lora_rank)
-    place.services.bind_policy(agent.renderer, engine, context, deterministic=config.deterministic, seed=config.seed)
+    """What episodes need: the services of the environments that are played, all in one runtime, and the stage's
+    engine, with its context length in tokens. `lora_rank`: that of the adapters the engine will be given."""
+    for place in places:
+        if place.services.names:
+            display.phase(f"starting {', '.join(place.services.names)}")
+            await place.services.start()
+    engine, context = await start_engine(config, stage, model, places[0].runtime, display, lora_rank)
+    for place in places:
+        place.services.bind_policy(
+            agent.renderer, engine, context, deterministic=config.deterministic, seed=config.seed
+        )
     return engine, context
 
 

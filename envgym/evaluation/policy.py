@@ -44,7 +44,7 @@ async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> d
         if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
             stage.agent = Component(name=place.spec.agent)
         agent = make_agent(stage, model)
-        engine, context = await start_sampling(config, stage, place, agent, model, display)
+        engine, context = await start_sampling(config, stage, [place], agent, model, display)
         runner = make_runner(config, stage, place.spec, agent, engine, context)
 
         async def play(tasks: Sequence[Task], play: Play) -> list[Group]:
