@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +35,8 @@ def score(evaluation: Evaluation) -> str:
     if "score" in evaluation:
         if evaluation["score"] is None:
             return "no episode was scored"
+        if evaluation["ci95"] is None:
+            return f"{evaluation['score']:.3f}"
         low, high = evaluation["ci95"]
         return f"{evaluation['score']:.3f} [{low:.3f}, {high:.3f}]"
     return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluation.items() if "/" in name)
@@ -140,7 +143,7 @@ def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
         return
     steps = [record["step"] for record in measured]
     scores = [record["eval/score"] for record in measured]
-    low, high = zip(*(record["eval/ci95"] for record in measured), strict=True)
+    low, high = zip(*(record["eval/ci95"] or (math.nan, math.nan) for record in measured), strict=True)
     axes.fill_between(steps, low, high, color="#e6550d", alpha=0.15, linewidth=0)
     axes.plot(
         steps,

@@ -3,49 +3,247 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from typing import Literal
+
+Method = Literal["t", "wilson", "mover", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean over clusters of scores with its 95% interval. `n` counts clusters (tasks)."""
+    """A mean over `n` tasks with its 95% interval from `low` to `high`.
+
+    `stderr` is the standard error over the `n_clusters` clusters; `method` says how the interval was made: Student's
+    `t`, `wilson`'s, `mover` (of a suite), or `none`: nothing is known of how clusters differ. NaN stands for a number
+    that there is not: every one of them without tasks, the error of a single cluster.
+    """
 
     score: float
     low: float
     high: float
     n: int
+    stderr: float
+    n_clusters: int
+    method: Method
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, which knows no NaN: None stands for what there is no number for."""
-        if self.n == 0:
-            return {"score": None, "ci95": None, "n_tasks": 0}
-        return {"score": self.score, "ci95": [self.low, self.high], "n_tasks": self.n}
+        score, stderr = (None if math.isnan(number) else number for number in (self.score, self.stderr))
+        interval = None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high]
+        return {"score": score, "ci95": interval, "stderr": stderr, "n_tasks": self.n}
 
 
-def clustered_mean(scores: Mapping[str, Sequence[float]]) -> Mean:
+@dataclass(frozen=True, slots=True)
+class Variances:
+    """How scores vary: `within` a task (between repeats of it) and `between` tasks (of their true means).
+
+    The mean over n tasks with m repeats each has the variance (between + within / m) / n. NaN where too little was
+    repeated to tell.
+    """
+
+    within: float
+    between: float
+
+
+def clustered_mean(scores: Mapping[str, Sequence[float]], clusters: Mapping[str, str] | None = None) -> Mean:
     """Mean of task means with a 95% interval; `scores` maps a task's id to the scores of its episodes.
 
-    Repeats of a task are averaged first, so the tasks are what varies. The interval is the t interval with
-    n - 1 degrees of freedom over the task means, kept inside [0, 1] where all scores are; with every mean equal
-    (all solved, say) it is Wilson's, which does not shrink to a point. Source: E. Miller, "Adding Error Bars to
-    Evals" (2024), section 2. NaN without tasks.
+    Repeats of a task are averaged first, so the tasks are what varies. `clusters` names the cluster of every task
+    where tasks are related (questions on one text); without it each task is its own. With n tasks in C clusters
+    the standard error is that of E. Miller, "Adding Error Bars to Evals" (2024), section 2.2, with the factor
+    C / (C - 1) for few clusters:
+
+        sqrt(C / (C - 1) * sum over clusters of (sum over its tasks of (task mean - mean))^2) / n
+
+    The interval is Wilson's where tasks are trials: every score is 0 or 1, one for each task, each task its own
+    cluster. Otherwise it is Student's t around the mean (`t_half_width`), kept inside [0, 1] where all scores are.
+    Clusters that are all alike say little about others: for scores in [0, 1] the interval is then `alike_interval`. A
+    single cluster says nothing about others: the interval is all of [0, 1], of `method` "none". Neither has an
+    interval where scores have no known range. NaN without tasks. Raises `KeyError` for a task without a cluster.
     """
-    means = [math.fsum(values) / len(values) for values in scores.values() if values]
+    means = {task: math.fsum(values) / len(values) for task, values in scores.items() if values}
     n = len(means)
     if n == 0:
-        return Mean(math.nan, math.nan, math.nan, 0)
-    mean = math.fsum(means) / n
-    in_unit = all(0.0 <= score <= 1.0 for values in scores.values() for score in values)
-    if len(set(means)) == 1:
-        low, high = wilson_interval(mean, n) if in_unit else (mean, mean)
-        return Mean(mean, low, high, n)
-    error = math.sqrt(math.fsum((x - mean) ** 2 for x in means) / (n - 1) / n)
-    low, high = mean - t_quantile_975(n - 1) * error, mean + t_quantile_975(n - 1) * error
-    if in_unit:
+        return Mean(math.nan, math.nan, math.nan, 0, math.nan, 0, "none")
+    mean = math.fsum(means.values()) / n
+    values = [score for task in means for score in scores[task]]
+    unit = all(0.0 <= score <= 1.0 for score in values)
+    deviations = cluster_sums({task: value - mean for task, value in means.items()}, clusters)
+    count = len(deviations)
+    if count == 1:
+        low, high = (0.0, 1.0) if unit else (math.nan, math.nan)
+        return Mean(mean, low, high, n, math.nan, 1, "none")
+    error = clustered_error(deviations)
+    if len(values) == n == count and all(score in (0.0, 1.0) for score in values):
+        return Mean(mean, *wilson_interval(mean, n), n, error, count, "wilson")
+    if error <= 1e-12 * max(map(abs, values)):
+        if not unit:
+            return Mean(mean, math.nan, math.nan, n, 0.0, count, "none")
+        return Mean(mean, *alike_interval(mean, count, 0.0, 1.0), n, 0.0, count, "wilson")
+    half = t_half_width(error, [size for _, size in deviations])
+    low, high = mean - half, mean + half
+    if unit:
         low, high = max(low, 0.0), min(high, 1.0)
-    return Mean(mean, low, high, n)
+    return Mean(mean, low, high, n, error, count, "t")
+
+
+def suite_mean(means: Sequence[Mean], weights: Sequence[float] | None = None) -> Mean:
+    """Weighted mean of environments' scores, which must be on one scale; equal weights unless given.
+
+    Weights are normalised to add up to 1. The environments are independent and fixed, not a sample of environments:
+    stderr = sqrt(sum of weight^2 stderr^2). The interval is put together from their own, each side by itself, so
+    that what is lopsided stays so: low = score - sqrt(sum of (weight (score_i - low_i))^2), and high likewise (MOVER:
+    G. Y. Zou and A. Donner, "Construction of confidence limits about effect measures: a general approach", Statistics
+    in Medicine 27 (2008), 1693-1702). A number that one environment with a weight lacks is NaN for the suite: nothing
+    stands in for it. `n` and `n_clusters` are sums. Raises `ValueError` for weights that are not weights.
+    """
+    weights = [1.0] * len(means) if weights is None else weights
+    if len(weights) != len(means):
+        raise ValueError(f"{len(weights)} weights for {len(means)} means")
+    total = math.fsum(weights)
+    if not all(0.0 <= weight < math.inf for weight in weights) or (means and not total > 0.0):
+        raise ValueError(f"weights are finite, none is negative and one is more than 0, not {list(weights)}")
+    parts = [(weight / total, mean) for weight, mean in zip(weights, means, strict=True) if weight > 0.0]
+    if not parts:
+        return Mean(math.nan, math.nan, math.nan, 0, math.nan, 0, "none")
+    score = math.fsum(weight * mean.score for weight, mean in parts)
+    return Mean(
+        score,
+        score - math.hypot(*(weight * (mean.score - mean.low) for weight, mean in parts)),
+        score + math.hypot(*(weight * (mean.high - mean.score) for weight, mean in parts)),
+        sum(mean.n for _, mean in parts),
+        math.hypot(*(weight * mean.stderr for weight, mean in parts)),
+        sum(mean.n_clusters for _, mean in parts),
+        "mover",
+    )
+
+
+def within_between_variance(scores: Mapping[str, Sequence[float]]) -> Variances:
+    """Unbiased estimates of the variance within tasks and between them, by tasks with two or more scores.
+
+    within: the mean of the tasks' variances. between: the variance of task means less what repeats add to it, the mean
+    of (a task's variance / its number of scores); as an unbiased estimate of a small number it may be negative. These
+    are the moments of a random-effects one-way layout (any text on analysis of variance), with tasks weighted
+    equally, so that they may differ in variance and in number of scores.
+    """
+    repeated = [values for values in scores.values() if len(values) > 1]
+    if not repeated:
+        return Variances(math.nan, math.nan)
+    own = [_variance(values) for values in repeated]
+    within = math.fsum(own) / len(own)
+    if len(repeated) == 1:
+        return Variances(within, math.nan)
+    of_means = _variance([math.fsum(values) / len(values) for values in repeated])
+    added = math.fsum(variance / len(values) for variance, values in zip(own, repeated, strict=True)) / len(own)
+    return Variances(within, of_means - added)
+
+
+def _variance(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One task, asked n times
+
+
+def pass_at_k(n: int, c: int, k: int) -> float | None:
+    """Probability that at least one of k episodes is right, by a task's n episodes of which c were: the share of its
+    k-subsets with one, 1 - C(n - c, k) / C(n, k). None when n < k: fewer episodes cannot say.
+
+    Unbiased. Source: M. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), section 2.1.
+    """
+    _check(n, c, k)
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k) if n >= k else None
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float | None:
+    """Probability that all of k episodes are right: C(c, k) / C(n, k). None when n < k.
+
+    Unbiased. Source: S. Yao et al., "tau-bench" (2024), section 3.
+    """
+    _check(n, c, k)
+    return math.comb(c, k) / math.comb(n, k) if n >= k else None
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if not (0 <= c <= n and k >= 1):
+        raise ValueError(f"of n={n} episodes c={c} cannot have been right, or k={k} is no number of episodes")
+
+
+def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float | None:
+    """What the most frequent of k answers scores in expectation, by all k-subsets of a task's episodes. None when there
+    are fewer than k.
+
+    Episode i answered `answers[i]` and scored `scores[i]`; episodes with one answer share the mean of their scores,
+    and answers that are equally frequent share a subset. None does not vote; a subset in which nothing voted scores 0.
+    Exact: subsets are counted, for each number of votes that may win and by dynamic programming over the answers.
+    """
+    if len(answers) != len(scores):
+        raise ValueError(f"{len(scores)} scores for {len(answers)} answers")
+    _check(len(answers), 0, k)
+    if len(answers) < k:
+        return None
+    counts = Counter(answer for answer in answers if answer is not None)
+    totals = dict.fromkeys(counts, Fraction(0))
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            totals[answer] += Fraction(score)
+    means = [(size, totals[answer] / size) for answer, size in counts.items()]
+    scale = math.lcm(*(mean.denominator for _, mean in means))  # whole numbers from here on
+    classes = [(size, int(mean * scale)) for size, mean in means]
+    silent = len(answers) - counts.total()
+    won = Fraction(0)
+    for votes in range(1, min(k, max(counts.values(), default=0)) + 1):
+        for tied, total in _wins(classes, silent, k, votes).items():
+            won += Fraction(total, tied)
+    return float(won / scale / math.comb(len(answers), k))
+
+
+def _wins(classes: Sequence[tuple[int, int]], silent: int, k: int, votes: int) -> dict[int, int]:
+    """Over the k-subsets in which `votes` is the largest number of votes, the summed scores of the answers that got
+    them, by how many did. `classes` are the answers' numbers of episodes and scores; `silent` episodes do not vote."""
+    # (episodes drawn, answers with `votes`) -> number of ways, and the scores of these answers summed over them
+    ways = {(drawn, 0): (math.comb(silent, drawn), 0) for drawn in range(min(silent, k) + 1)}
+    for size, score in classes:
+        grown: dict[tuple[int, int], tuple[int, int]] = {}
+        for (drawn, tied), (number, total) in ways.items():
+            for more in range(min(size, votes, k - drawn) + 1):
+                chosen, wins = math.comb(size, more), more == votes
+                key = (drawn + more, tied + wins)
+                old = grown.get(key, (0, 0))
+                grown[key] = (old[0] + number * chosen, old[1] + (total + number * score * wins) * chosen)
+        ways = grown
+    return {tied: total for (drawn, tied), (_, total) in ways.items() if drawn == k and tied}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Errors and intervals
+
+
+def cluster_sums(values: Mapping[str, float], clusters: Mapping[str, str] | None) -> list[tuple[float, int]]:
+    """The sum of each cluster's values and how many there are; without `clusters` each value is a cluster."""
+    if clusters is None:
+        return [(value, 1) for value in values.values()]
+    members: dict[str, list[float]] = {}
+    for name, value in values.items():
+        members.setdefault(clusters[name], []).append(value)
+    return [(math.fsum(own), len(own)) for own in members.values()]
+
+
+def clustered_error(deviations: Sequence[tuple[float, int]]) -> float:
+    """The standard error of a mean by two or more clusters' sums of deviations from it (`clustered_mean`)."""
+    count, n = len(deviations), sum(size for _, size in deviations)
+    return math.sqrt(count / (count - 1) * math.fsum(total**2 for total, _ in deviations)) / n
+
+
+def t_half_width(error: float, sizes: Sequence[int]) -> float:
+    """Half the width of the 95% t interval around a mean with this standard error over clusters of these sizes."""
+    return t_quantile_975(len(sizes) - 1) * error
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
@@ -56,21 +254,36 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-@lru_cache(maxsize=256)
-def t_quantile_975(df: int) -> float:
-    """97.5% quantile of Student's t with `df` degrees of freedom, to 1e-6, by bisection on the integrated density."""
+def alike_interval(value: float, n: int, least: float, most: float) -> tuple[float, float]:
+    """95% interval of the mean of what lies between `least` and `most`, when n draws of it all had the same `value`.
+
+    Wilson's interval for a share of which none of n trials had any gives the largest share that may have another
+    value; on either side that may be as far away as values go. For n successes this is Wilson's own interval.
+    """
+    unseen = wilson_interval(0.0, n)[1]
+    return value - unseen * (value - least), value + unseen * (most - value)
+
+
+def t_quantile_975(df: float) -> float:
+    """97.5% quantile of Student's t with `df` degrees of freedom, at least 1, to 1e-6."""
+    return t_quantile(0.975, df)
+
+
+@lru_cache(maxsize=1024)
+def t_quantile(probability: float, df: float) -> float:
+    """Quantile of Student's t for a probability in [0.5, 0.99] and at least one degree of freedom, to 1e-6."""
     scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
 
     def mass(x: float) -> float:  # P(0 < T < x) by Simpson's rule, in the angle where the tail is tame
         # With t = sqrt(df) tan(a) the density becomes cos(a)^(df - 1), smooth on a finite range.
-        steps, end = 2000, math.atan(x / math.sqrt(df))
+        steps, end = 400, math.atan(x / math.sqrt(df))
         width = end / steps
         total = 1.0 + math.cos(end) ** (df - 1)
         total += sum((4 if i % 2 else 2) * math.cos(i * width) ** (df - 1) for i in range(1, steps))
         return scale * math.sqrt(df) * total * width / 3
 
-    low, high = 1.9, 13.0
-    while high - low > 1e-7:
-        middle = (low + high) / 2
-        low, high = (middle, high) if mass(middle) < 0.475 else (low, middle)
-    return (low + high) / 2
+    x, step = 0.0, math.inf
+    while step > 1e-9:  # Newton's steps: the mass is concave, so they come from below and never overshoot
+        step = (probability - 0.5 - mass(x)) / (scale * math.pow(1 + x * x / df, -(df + 1) / 2))
+        x += step
+    return x

@@ -29,6 +29,7 @@ def test_failed_and_unscored_episodes_are_counted_and_not_averaged():
     assert result.as_dict() == {
         "score": 0.75,
         "ci95": [result.mean.low, result.mean.high],
+        "stderr": result.mean.stderr,
         "n_tasks": 3,
         "n_episodes": 8,
         "truncated": 0,

@@ -64,7 +64,7 @@ def test_scores_outside_the_unit_interval_are_not_cut_to_it():
 
 
 def test_repeating_a_task_does_not_make_it_more_than_one():
-    once = {"a": [1.0], "b": [0.0], "c": [1.0]}
+    once = {"a": [1.0], "b": [0.25], "c": [1.0]}
     assert clustered_mean({name: values * 50 for name, values in once.items()}) == clustered_mean(once)
 
 
@@ -81,7 +81,8 @@ def test_tasks_without_scores_are_left_out():
 def test_nothing_to_average_is_not_zero():
     result = clustered_mean({"a": []})
     assert result.n == 0
-    assert all(math.isnan(number) for number in (result.score, result.low, result.high))
+    assert all(math.isnan(number) for number in (result.score, result.low, result.high, result.stderr))
+    assert result.as_dict() == {"score": None, "ci95": None, "stderr": None, "n_tasks": 0}
 
 
 @settings(max_examples=50)
