@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.types import Message, as_messages
+from envgym.types import as_messages
 
 from .client import ChatClient, Conversation
+from .completions import api_form, api_key, first_choice, usage_of, with_extra
 from .declarations import Chat
 from .http import JsonCaller
 
@@ -33,12 +34,7 @@ class OpenAIChatClient(ChatClient):
     def __init__(self, chat: Chat) -> None:
         super().__init__()
         self._chat = chat
-        key = os.environ.get(chat.api_key_env, "").strip() if chat.api_key_env else ""
-        if chat.api_key_env and not key:
-            raise ConfigError(
-                f"{chat.model} at {chat.base_url}: the environment variable {chat.api_key_env}, which should hold its "
-                "API key, is not set"
-            )
+        key = api_key(chat.api_key_env, f"{chat.model} at {chat.base_url}")
         self._cache: Path | None = None
         if chat.cache_dir is not None:
             self._cache = Path(chat.cache_dir).expanduser()
@@ -63,16 +59,13 @@ class OpenAIChatClient(ChatClient):
     ) -> str:
         body: dict[str, Any] = {
             "model": self._chat.model,
-            "messages": [_api_form(message) for message in as_messages(messages)],
+            "messages": [api_form(message) for message in as_messages(messages)],
             "max_tokens": max_tokens,
             "temperature": temperature,
         }
         if seed is not None:
             body["seed"] = seed
-        for name, value in self._chat.extra.items():
-            body.pop(name, None)
-            if value is not None:
-                body[name] = value
+        body = with_extra(body, self._chat.extra)
         repeatable = temperature == 0 or seed is not None
         return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
 
@@ -111,17 +104,12 @@ class OpenAIChatClient(ChatClient):
 
     async def _ask(self, body: Mapping[str, Any]) -> str:
         answer = await self._caller.post(f"{self._chat.base_url}/chat/completions", body)
-        try:
-            text = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            text = None
+        choice = first_choice(answer)
+        text = choice["message"].get("content") if choice else None
         if not isinstance(text, str):
             self.counters["failures"] += 1
             raise InvalidOutcome("service", f"{self._chat.model} at {self._chat.base_url} answers without any text")
-        usage = answer.get("usage")
-        for name in ("prompt_tokens", "completion_tokens"):
-            count = usage.get(name) if isinstance(usage, dict) else None
-            self.counters[name] += count if isinstance(count, int) else 0
+        self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
         return text
 
     # -- answers that are kept ----------------------------------------------------------------------------
@@ -159,11 +147,3 @@ def _write(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
         json.dump({"answer": text}, file)
     os.replace(file.name, path)
-
-
-def _api_form(message: Message) -> dict[str, Any]:
-    """A message as the API takes it, which wants the arguments of tool calls as text."""
-    result = message.as_dict()
-    for call in result.get("tool_calls", ()):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    return result

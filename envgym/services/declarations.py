@@ -50,6 +50,8 @@ def _checked_template(template: str | None) -> str | None:
 
 
 Url = Annotated[str, AfterValidator(_checked_url)]
+VariableName = Annotated[str, AfterValidator(_checked_name)]
+"""The environment variable that holds a secret, or an empty string."""
 
 
 class RewardModel(Service):
@@ -107,7 +109,7 @@ class Chat(Service):
     """Address up to and without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
     """The model's name there."""
-    api_key_env: Annotated[str, AfterValidator(_checked_name)] = ""
+    api_key_env: VariableName = ""
     """Name of the environment variable that holds the API key; empty for none."""
     concurrency: int = Field(16, ge=1)
     """Requests in flight at once."""

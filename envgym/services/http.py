@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -27,11 +28,17 @@ TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
 
 class Refused(InvalidOutcome):
-    """The server understood the request and will not answer it; another try would not help. `status` is its own."""
+    """The server understood the request and will not answer it; another try would not help. `status` is its own, and
+    so is `code`, its word for what is wrong, where it gives one."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, code: str = "") -> None:
         super().__init__("service", message)
         self.status = status
+        self.code = code
+
+
+class Unreachable(InvalidOutcome):
+    """Nobody answers at the address: no such host, nothing that listens, no secure connection."""
 
 
 class JsonCaller:
@@ -69,33 +76,47 @@ class JsonCaller:
             session, self._session = self._session, None
             await session.close()
 
-    async def post(self, url: str, body: Any) -> Any:
-        """The parsed answer. Raises `InvalidOutcome` of kind `service`, after the last try."""
+    async def post(
+        self, url: str, body: Any, *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
+    ) -> Any:
+        """The parsed answer. `wrong` says what makes an answer no answer at all (`answers without …`), or nothing; then
+        it is asked again. `tries` replaces the caller's own number.
+
+        Raises `InvalidOutcome` of kind `service`, after the last try.
+        """
+        tries = tries or self._tries
         async with self._slots:
-            for attempt in range(1, self._tries + 1):
+            for attempt in range(1, tries + 1):
                 await self._turn()
                 self._counters["requests"] += 1
-                problem, wait = "", 0.0
+                problem, wait, reached = "", 0.0, True
                 try:
                     async with asyncio.timeout(self._timeout):
-                        return await self._try(url, body)
+                        answer = await self._try(url, body)
+                        if problem := wrong(answer):
+                            raise _TryAgain(problem)
+                        return answer
+                except aiohttp.ConnectionTimeoutError:
+                    problem, reached = f"cannot be reached (no connection within {CONNECT_SECONDS:g} s)", False
                 except TimeoutError:
                     problem = f"gave no answer within {self._timeout:g} s"
                 except _TryAgain as failure:
                     problem, wait = str(failure), failure.wait
                 except (aiohttp.ClientError, OSError) as error:
                     problem = f"cannot be reached ({_reason(error)})"
+                    reached = not isinstance(error, aiohttp.ClientConnectorError)
                 except Refused:
                     self._counters["failures"] += 1
                     raise
-                if attempt == self._tries or wait > LONGEST_PAUSE:
+                if attempt == tries or wait > LONGEST_PAUSE:
                     break
                 self._counters["retries"] += 1
                 pause = FIRST_PAUSE * 2 ** (attempt - 1) * (1 - 0.5 * self._jitter.random())
                 await asyncio.sleep(max(min(pause, LONGEST_PAUSE), wait))
         self._counters["failures"] += 1
         tried = f" in {attempt} tries" if attempt > 1 else ""
-        raise InvalidOutcome("service", self._hide(f"{self._name} {problem}{tried}"), retryable=True)
+        failure = InvalidOutcome if reached else Unreachable
+        raise failure("service", self._hide(f"{self._name} {problem}{tried}"), retryable=True)
 
     async def _turn(self) -> None:
         """Wait until the rate limit, and the pause a server asked for, allow a request."""
@@ -126,11 +147,13 @@ class JsonCaller:
             if not 200 <= response.status < 300:
                 hint = "; check the key or token" if response.status in (401, 403) else ""
                 raise Refused(
-                    self._hide(f"{self._name} answers {response.status} {_said(content)}{hint}"), response.status
+                    self._hide(f"{self._name} answers {response.status} {_said(content)}{hint}"),
+                    response.status,
+                    _code(content),
                 )
             try:
                 return json.loads(content)
-            except ValueError:  # what a proxy says in the server's place, often
+            except (ValueError, RecursionError):  # what a proxy says in the server's place, often
                 raise _TryAgain("answers with something that is not JSON") from None
 
     def _hide(self, message: str) -> str:
@@ -176,13 +199,24 @@ def _said(content: bytes) -> str:
     text = content[:2000].decode("utf-8", "replace")
     try:
         body = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", "")))
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
     text = " ".join(text.split())[:200]
     return f"({text})" if text else "(no reason given)"
+
+
+def _code(content: bytes) -> str:
+    """An error's code, in the form that OpenAI gave it."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return ""
+    error = body.get("error", body) if isinstance(body, dict) else None
+    code = (error.get("code") or error.get("type")) if isinstance(error, dict) else None
+    return code if isinstance(code, str) else ""
 
 
 def _reason(error: BaseException) -> str:
