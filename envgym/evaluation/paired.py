@@ -1,0 +1,151 @@
+"""Two policies on the same tasks: how much better one is, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from statistics import fmean
+from typing import Any
+
+from .statistics import cluster_sums, clustered_interval, degrees_of_freedom, t_quantile, t_quantile_975
+
+ENUMERATED = 16
+"""Up to so many clusters that differ, all ways to flip their signs are gone through."""
+FLIPS = 20_000
+"""Random ways to flip signs, where there are more clusters than that."""
+POWER = 0.8
+"""Probability of finding the difference that is called detectable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Policy B against policy A on the tasks that both have scores of.
+
+    `differences` are B's mean less A's of each of these tasks; `mean` is theirs, with its 95% interval from `low` to
+    `high` and standard error over `n_clusters` clusters. `p_value`: how often chance alone would give a mean at least
+    as far from 0. `detectable`: how large the true difference must be for such a comparison to find one, at 5%, four
+    times in five. `better`, `worse` and `equal` count tasks; `only_a` and `only_b` those that one policy alone has
+    scores of, which nothing here is computed from. NaN stands for a number that there is not.
+    """
+
+    mean: float
+    low: float
+    high: float
+    stderr: float
+    p_value: float
+    detectable: float
+    n_clusters: int
+    differences: Mapping[str, float]
+    only_a: int
+    only_b: int
+
+    @property
+    def n(self) -> int:
+        return len(self.differences)
+
+    @property
+    def better(self) -> int:
+        return sum(value > 0 for value in self.differences.values())
+
+    @property
+    def worse(self) -> int:
+        return sum(value < 0 for value in self.differences.values())
+
+    @property
+    def equal(self) -> int:
+        return sum(value == 0 for value in self.differences.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no NaN: None stands for what there is no number for."""
+        numbers = {
+            "difference": self.mean,
+            "stderr": self.stderr,
+            "p_value": self.p_value,
+            "detectable": self.detectable,
+        }
+        return {
+            **{name: None if math.isnan(value) else value for name, value in numbers.items()},
+            "ci95": None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high],
+            "n_tasks": self.n,
+            "n_clusters": self.n_clusters,
+            "better": self.better,
+            "worse": self.worse,
+            "equal": self.equal,
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+        }
+
+
+def paired_difference(
+    a: Mapping[str, Sequence[float]],
+    b: Mapping[str, Sequence[float]],
+    *,
+    clusters: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> Paired:
+    """Compare two policies by the scores that each task's episodes had under either.
+
+    A task's repeats are averaged first; what varies are the tasks, or their `clusters`. Standard error and interval are
+    those of `clustered_mean`, of the differences: E. Miller, "Adding Error Bars to Evals" (2024), section 4.2. Where
+    all clusters differ alike, and the scores of both are in [0, 1], the interval is `alike_interval` on [-1, 1], as a
+    point would say that every other task differs so too; one cluster has no interval but that scale.
+
+    The p-value is of the test that gives whole clusters the other sign: with no difference between the policies either
+    sign is as likely. It is exact for up to `ENUMERATED` clusters that differ; else of `FLIPS` random ways drawn from
+    `seed`, (1 + those as far from 0) / (1 + all): B. Phipson and G. K. Smyth, "Permutation p-values should never be
+    zero" (2010). The smallest detectable difference is (t_0.975 + t_0.8) stderr, with the interval's degrees of
+    freedom: J. M. Bland, "An Introduction to Medical Statistics", on sample sizes, with t in place of z. Raises
+    `KeyError` for a shared task without a cluster.
+    """
+    means_a, means_b = _means(a), _means(b)
+    differences = {task: _difference(value, means_b[task]) for task, value in means_a.items() if task in means_b}
+    only_a, only_b = len(means_a) - len(differences), len(means_b) - len(differences)
+    if not differences:
+        nan = math.nan
+        return Paired(nan, nan, nan, nan, nan, nan, 0, {}, only_a, only_b)
+    mean = math.fsum(differences.values()) / len(differences)
+    unit = all(0.0 <= score <= 1.0 for side in (a, b) for task in differences for score in side[task])
+    deviations = cluster_sums({task: value - mean for task, value in differences.items()}, clusters)
+    low, high, error, method = clustered_interval(mean, deviations, (-1.0, 1.0) if unit else None)
+    detectable = math.nan
+    if method == "t":
+        df = degrees_of_freedom([size for _, size in deviations])
+        detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * error
+    p_value = sign_flip([total for total, _ in cluster_sums(differences, clusters)], seed)
+    return Paired(mean, low, high, error, p_value, detectable, len(deviations), differences, only_a, only_b)
+
+
+def sign_flip(totals: Sequence[float], seed: int) -> float:
+    """Two-sided p-value of the clusters' summed differences: the share of the ways to flip their signs that leave a
+    sum at least as far from 0 (`paired_difference`). 1 where none differs."""
+    differing = [abs(total) for total in totals if total]
+    whole = math.fsum(differing)
+    extreme = abs(math.fsum(totals)) - 1e-9 * whole  # sums of one set in another order may differ by roundings
+    if len(differing) <= ENUMERATED:
+        return fmean(abs(total) >= extreme for total in _signed(differing))
+    # Eight signs are one byte, an index into the sums of eight clusters: a thousand tasks take a fraction of a second.
+    padded = differing + [0.0] * (-len(differing) % 8)
+    tables = [_signed(padded[start : start + 8]) for start in range(0, len(padded), 8)]
+    rng = random.Random(seed)
+    flips = (sum(map(getitem, tables, rng.randbytes(len(tables)))) for _ in range(FLIPS))
+    return (1 + sum(abs(total) >= extreme for total in flips)) / (1 + FLIPS)
+
+
+def _signed(values: Sequence[float]) -> list[float]:
+    """The sum of `values` under each choice of their signs, 2 ** len(values) of them."""
+    sums = [0.0]
+    for value in values:
+        sums = [total + sign for total in sums for sign in (value, -value)]
+    return sums
+
+
+def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {task: math.fsum(values) / len(values) for task, values in scores.items() if values}
+
+
+def _difference(a: float, b: float) -> float:
+    """b - a, and 0 where they are one number but for how it was rounded."""
+    return 0.0 if math.isclose(a, b, rel_tol=1e-12) else b - a
