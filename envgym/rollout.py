@@ -120,7 +120,7 @@ class Runner:
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
         if self.agent.samples:
-            judged = await asyncio.gather(*(self._compare(group) for group in groups))
+            judged = await asyncio.gather(*(self.compare(group) for group in groups))
             if on_episode is not None:
                 for episode in itertools.chain(*judged):
                     on_episode(episode)
@@ -212,7 +212,7 @@ class Runner:
         with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
             await env.close()
 
-    async def _compare(self, group: Group) -> list[Episode]:
+    async def compare(self, group: Group) -> list[Episode]:
         """Let the environment score the finished members of a group against each other, where it does. Returns those
         that it said something of, which may be that they failed."""
         finished = [episode for episode in group.episodes if not episode.failed]
