@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -32,6 +33,7 @@ class MultiTurn(TokenLevel):
 
     Config: ClassVar[type[AgentConfig]] = MultiTurnConfig
     config: MultiTurnConfig
+    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False}
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})

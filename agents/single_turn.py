@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from envgym.env import CheckedEnv
 from envgym.transcript import Transcript
@@ -14,6 +16,8 @@ from .token_level import TokenLevel
 
 class SingleTurn(TokenLevel):
     """Samples one answer to the first observation. An environment that wants more turns truncates the episode."""
+
+    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": False, "max_turns": 1}
 
     async def play(self, env: CheckedEnv, task: Task, transcript: Transcript, *, seed: int) -> Outcome:
         observation, _ = await env.reset(seed=seed, options={"task": task})

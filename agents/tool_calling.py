@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from envgym.types import Observation
 
 from .multi_turn import MultiTurn
@@ -13,6 +16,8 @@ class ToolCalling(MultiTurn):
     The environment gets the calls in `action.tool_calls`, malformed ones with their `error`, and answers with the
     results. An environment without tools is played as the multi-turn agent plays it.
     """
+
+    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": True}
 
     def offered(self, observation: Observation) -> Observation:
         return observation

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from .engines.base import Generation, SamplingParams
+from .engines.base import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
-from .types import Episode, Task
+from .types import Episode, Message, Task, ToolSpec
 
 
 class Sampler(Protocol):
@@ -32,6 +32,12 @@ class Sampler(Protocol):
         the sampling parameters for this turn alone. Raises `PromptTooLong` where nothing more would fit."""
         ...
 
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
+    ) -> ChatReply:
+        """The same for an engine that takes messages: what the assistant says after `messages`."""
+        ...
+
 
 class AgentConfig(BaseModel):
     """Base class of an agent's settings. Unknown keys are refused."""
@@ -50,6 +56,11 @@ class Agent(ABC):
     Config: ClassVar[type[AgentConfig]] = AgentConfig
     samples: ClassVar[bool] = True
     """False for agents that replay recorded answers: no engine is started for them."""
+    speaks: ClassVar[Literal["tokens", "messages"]] = "tokens"
+    """What it asks an engine with: tokens (`generate`), or messages (`chat`), which every API takes."""
+    by_messages: ClassVar[Mapping[str, Any] | None] = None
+    """Name and settings of the agent that plays the same way by messages, its own settings kept beside these. Not
+    inherited: a subclass may play otherwise."""
 
     def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
         self.renderer = renderer

@@ -23,6 +23,7 @@ from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
+from .services.declarations import Url, VariableName
 from .tasks import DataConfig
 from .workers.config import WorkersConfig
 
@@ -134,14 +135,43 @@ class PretrainConfig(Section):
 class EngineConfig(Section):
     """What samples."""
 
-    kind: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto` is vLLM where it is installed, else the transformers fallback, and says so."""
+    kind: Literal["auto", "vllm", "transformers", "openai"] = "auto"
+    """`auto` is vLLM where it is installed, else the transformers fallback, and says so. `openai` is any API of that
+    form, for evaluation; `model` is then the name that the API knows."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the workers' (`workers.dtype`): float32 on a CPU and bfloat16 on an accelerator by default."""
     max_model_len: int | None = Field(None, ge=2)
     """Context length in tokens; by default the model's own, at most 32768."""
     args: dict[str, Any] = {}
     """Any vLLM engine argument, passed through."""
+    base_url: Url | None = None
+    """With `openai`: the address up to and without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
+    api_key_env: VariableName = ""
+    """With `openai`: name of the environment variable that holds the API key; empty for none."""
+    timeout: float = Field(120.0, gt=0)
+    """With `openai`: seconds one try of a request may take."""
+    tries: int = Field(5, ge=1)
+    """With `openai`: tries of a request that the network or the server fails."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """With `openai`: requests begun in a minute at most, evenly spaced."""
+    extra: dict[str, Any] = {}
+    """With `openai`: merged over every request's body; null removes a key (`{"max_tokens": null,
+    "max_completion_tokens": 900}`)."""
+
+    def check(self) -> None:
+        """Refuse settings that contradict each other."""
+        own: tuple[str, ...] = ("dtype", "max_model_len", "args")
+        if self.kind != "openai":
+            own = ("base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra")
+        elif self.base_url is None:
+            raise ConfigError(
+                "engine.kind=openai needs engine.base_url, the API's address up to and without /chat/completions "
+                "(http://127.0.0.1:8000/v1)"
+            )
+        for name in own:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                whose = "is for engine.kind=openai" if self.kind != "openai" else "is the server's to decide"
+                raise ConfigError(f"engine.{name} {whose}: leave it out with engine.kind={self.kind}")
 
 
 class EvalConfig(Section):
@@ -371,7 +401,10 @@ def resolve(
         of_recipe = load_recipe(recipe)
         model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
         of_stages = {"stages": of_recipe.pop("stages", [])}
-        layers = [of_recipe, _model_settings(model), of_stages, *layers]
+        engine = merge(from_file, own).get("engine")
+        # What an API calls its model says nothing of a model of that name here.
+        is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
+        layers = [of_recipe, {} if is_api else _model_settings(model), of_stages, *layers]
 
     run_keys = set(RunConfig.model_fields) - {"stages"}
     run: dict[str, Any] = {"recipe": recipe}
@@ -416,6 +449,7 @@ def _model_settings(model: Any) -> dict[str, Any]:
 
 def _complete_stage(stage: StageConfig) -> None:
     """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
+    stage.engine.check()
     spec = stage.make_spec()
     for part in spec.parts():
         if isinstance(data := getattr(part.config, "data", None), DataConfig):

@@ -33,6 +33,8 @@ CORPUS_TASKS = 2000
 
 async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
     """The folder or hub id that `name` stands for; a model that a recipe makes is made now if it never was."""
+    if config.stages[-1].engine.kind == "openai":
+        return name  # as the API knows it
     if makes_model(name):
         return str(await make_model(name, display, runtime=config.runtime))
     path = Path(name)

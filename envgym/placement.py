@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .agent import Agent
-from .config import RoleConfig, RunConfig, StageConfig
+from .config import Component, RoleConfig, RunConfig, StageConfig
 from .engines import choose_engine
-from .engines.base import Engine, SamplingParams
+from .engines.base import ChatEngine, Engine, SamplingParams
 from .engines.client import EngineClient
 from .env import EnvSpec
 from .errors import ConfigError
 from .pretraining import Pretraining
-from .render import load_tokenizer, make_renderer
+from .render import NoRenderer, load_tokenizer, make_renderer
 from .rollout import Runner
 from .run_folder import RunFolder
 from .services import Services, start_services
@@ -53,6 +53,8 @@ class Place:
     spec: EnvSpec
     services: Services
     runtime: Runtime
+    closing: AsyncExitStack
+    """Where what must be closed before the runtime registers itself."""
 
 
 @asynccontextmanager
@@ -69,8 +71,11 @@ async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime
 async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> AsyncIterator[Place]:
     """The place of a stage in a runtime: its environment is closed again on every way out."""
     spec = stage.make_spec()
-    async with start_services(spec, runtime, deterministic=config.deterministic, now=False) as services:
-        yield Place(spec, services, runtime)
+    async with (
+        start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
+        AsyncExitStack() as closing,
+    ):
+        yield Place(spec, services, runtime, closing)
 
 
 @asynccontextmanager
@@ -105,6 +110,7 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
+        assert not isinstance(engine, ChatEngine), "a run that trains is given an engine with tokens"
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
         sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
@@ -140,13 +146,17 @@ async def start_sampling(
     display: Display,
     *,
     lora_rank: int = 0,
-) -> tuple[EngineClient, int]:
+) -> tuple[Engine | ChatEngine, int]:
     """What episodes need: the services of the environments that are played, all in one runtime, and the stage's
-    engine, with its context length in tokens. `lora_rank`: that of the adapters the engine will be given."""
+    engine, with its context length in tokens (0 where only the API knows it). `lora_rank`: that of the adapters the
+    engine will be given."""
+    api = await start_api(config, stage, places, model, display) if stage.engine.kind == "openai" else None
     for place in places:
         if place.services.names:
             display.phase(f"starting {', '.join(place.services.names)}")
             await place.services.start()
+    if api is not None:
+        return api, 0
     engine, context = await start_engine(config, stage, model, places[0].runtime, display, lora_rank)
     for place in places:
         place.services.bind_policy(
@@ -179,14 +189,65 @@ async def start_engine(
     return engine, (await engine.info()).max_model_len
 
 
+async def start_api(
+    config: RunConfig, stage: StageConfig, places: Sequence[Place], model: str, display: Display
+) -> ChatEngine:
+    """The API as the engine, once it has answered: who gave a wrong key or name is told before anything else starts.
+    It is closed with the first place."""
+    for place in places:
+        if names := place.services.of_policy:
+            raise ConfigError(
+                f"environment {place.spec.id} asks the policy itself ({', '.join(names)}), which engine.kind=openai "
+                "cannot be: give that service a model of its own (base_url and model)"
+            )
+    from .engines.openai import OpenAIEngine
+
+    settings = stage.engine
+    assert settings.base_url is not None, "the configuration was checked"
+    engine = OpenAIEngine(
+        model,
+        settings.base_url,
+        api_key_env=settings.api_key_env,
+        timeout=settings.timeout,
+        tries=settings.tries,
+        concurrency=stage.rollout.concurrency,
+        requests_per_minute=settings.requests_per_minute,
+        extra=settings.extra,
+    )
+    places[0].closing.push_async_callback(engine.close)
+    display.phase(f"asking {settings.base_url} for {model}")
+    sampling = sampling_of(stage, ())
+    if problem := await engine.check(replace(sampling, seed=config.seed) if config.deterministic else sampling):
+        display.note(f"{problem}; going on, for that may pass")
+    return engine
+
+
 def make_agent(stage: StageConfig, model: str) -> Agent:
-    """The stage's agent, rendering for `model`."""
+    """The stage's agent, rendering for `model`; for an API, the one that plays the same way by messages."""
     agent_class, agent_config = stage.agent_config()
-    return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
+    if stage.engine.kind != "openai":
+        if agent_class.speaks == "messages":
+            raise ConfigError(f"agent {stage.agent.name} speaks messages, which only engine.kind=openai understands")
+        return agent_class(make_renderer(stage.render, load_tokenizer(model)), agent_config)
+    if agent_class.speaks != "messages":
+        same = vars(agent_class).get("by_messages")
+        if same is None:
+            raise ConfigError(
+                f"environment {stage.env.name} is played by the agent {stage.agent.name}, which works on tokens: "
+                "engine.kind=openai gives none"
+            )
+        stage = stage.model_copy(update={"agent": Component(**{**agent_config.model_dump(), **same})})
+        agent_class, agent_config = stage.agent_config()
+    return agent_class(NoRenderer(), agent_config)
 
 
 def make_runner(
-    config: RunConfig, stage: StageConfig, spec: EnvSpec, agent: Agent, engine: Engine | None, context: int | None
+    config: RunConfig,
+    stage: StageConfig,
+    spec: EnvSpec,
+    agent: Agent,
+    engine: Engine | ChatEngine | None,
+    context: int | None,
 ) -> Runner:
     """What plays the stage's episodes; `context` is the engine's context length in tokens."""
     return Runner(

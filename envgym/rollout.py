@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from .agent import Agent
 from .config import RolloutConfig
-from .engines.base import Engine, SamplingParams
+from .engines.base import ChatEngine, Engine, SamplingParams
 from .env import CheckedEnv, EnvSpec
 from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from .fingerprint import task_hash
@@ -45,7 +45,7 @@ class Runner:
         self,
         spec: EnvSpec,
         agent: Agent,
-        engine: Engine | None,
+        engine: Engine | ChatEngine | None,
         config: RolloutConfig,
         *,
         max_model_len: int,
@@ -84,7 +84,8 @@ class Runner:
         done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(play.group_size))
         concurrency = self.config.concurrency
         waves = None
-        if self.deterministic and self.engine is not None:
+        # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
+        if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
             # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
             concurrency = min(concurrency, self.spec.concurrency_bound() or concurrency)
             waves = Waves(self.engine, total, concurrency)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import RunConfig, StageConfig, resolve
-from .errors import RolloutFailed, RunError
+from .errors import ConfigError, RolloutFailed, RunError
 from .models import fetch_model
 from .placement import Place, prepared, start_parts
 from .report import PICTURE, plot
@@ -33,6 +33,8 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     on, and `KeyboardInterrupt` once Ctrl-C has stopped it and a checkpoint is kept.
     """
     check_installed(config.report_to)
+    if any(stage.engine.kind == "openai" for stage in config.stages):
+        raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
     folder = claim_folder(config, resume=resume)
     stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
     summary: dict[str, Any] = {}

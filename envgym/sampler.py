@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .engines.base import Engine, Generation, Request, SamplingParams
+from .engines.base import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from .errors import ConfigError, PromptTooLong, did_you_mean
+from .types import Message, ToolSpec
 
 
 def derived_seed(*parts: object) -> int:
@@ -71,7 +72,7 @@ class Waves:
 class EpisodeSampler:
     """What an agent samples from: the engine, under the episode's own request ids, seeds and parameters."""
 
-    engine: Engine | Waves
+    engine: Engine | Waves | ChatEngine
     episode_id: str
     sampling: SamplingParams
     max_model_len: int
@@ -79,6 +80,29 @@ class EpisodeSampler:
     turn: int = field(default=0, init=False)
 
     async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+        assert not isinstance(self.engine, ChatEngine), "an agent that speaks tokens is given an engine that does"
+        sampling = self._of_this_turn(overrides)
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self.max_model_len}"
+            )
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        request = Request(f"{self.episode_id}.{self.turn:04d}", tuple(token_ids), sampling)
+        self.turn += 1
+        return await self.engine.generate(request)
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
+    ) -> ChatReply:
+        assert isinstance(self.engine, ChatEngine), "an agent that speaks messages is given an engine that does"
+        sampling = self._of_this_turn(overrides)
+        request = ChatRequest(f"{self.episode_id}.{self.turn:04d}", tuple(messages), tuple(tools), sampling)
+        self.turn += 1
+        return await self.engine.chat(request)
+
+    def _of_this_turn(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
+        """The sampling parameters of the next turn."""
         sampling = self.sampling
         if overrides:
             try:
@@ -87,14 +111,4 @@ class EpisodeSampler:
                 unknown = next(name for name in overrides if name not in SamplingParams.__dataclass_fields__)
                 hint = did_you_mean(unknown, SamplingParams.__dataclass_fields__)
                 raise ConfigError(f"the environment set an unknown sampling parameter {unknown!r}.{hint}") from None
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self.max_model_len}"
-            )
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        if self.seed is not None:
-            sampling = replace(sampling, seed=derived_seed(self.seed, self.turn))
-        request = Request(f"{self.episode_id}.{self.turn:04d}", tuple(token_ids), sampling)
-        self.turn += 1
-        return await self.engine.generate(request)
+        return sampling if self.seed is None else replace(sampling, seed=derived_seed(self.seed, self.turn))

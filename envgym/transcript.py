@@ -122,7 +122,7 @@ class Transcript:
         for row in self.rows:  # what the policy never answered, and perhaps never had room to read
             while row.segments and row.segments[-1].role != "action":
                 row.segments.pop()
-        self.rows = [row for row in self.rows if row.segments]
+        self.rows = [row for row in self.rows if row.turns]
         rewards = [turn.reward for row in self.rows for turn in row.turns if turn.reward is not None]
         reward = sum(rewards) if rewards else None
         score = self.score

@@ -134,8 +134,8 @@ def test_nothing_heavy_is_imported_at_module_level_outside_workers(folder):
 # -- names ------------------------------------------------------------------------------------------------
 
 
-ORDINARY_WORDS = {"code", "gymnasium"}
-"""Names that the core uses in another sense: fingerprints of code, the view for the package Gymnasium."""
+ORDINARY_WORDS = {"chat", "code", "gymnasium"}
+"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium."""
 
 
 def known_names():

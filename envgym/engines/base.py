@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envgym.types import StopReason, VersionSpan
+from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,33 @@ class Engine(Protocol):
     async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One message to get. `id` is unique among those in flight."""
+
+    id: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """What was said, its tool calls parsed (those that cannot be read have an `error`), why it ended, and the tokens
+    it took; None where the engine does not count them."""
+
+    message: Message
+    stop_reason: StopReason
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class ChatEngine(ABC):
+    """A policy that takes and gives messages, and no tokens: it can be played and measured, but not trained."""
+
+    @abstractmethod
+    async def chat(self, request: ChatRequest) -> ChatReply:
+        """The assistant's next message. Raises `PromptTooLong` where the conversation fills the context, and
+        `InvalidOutcome` where there is no answer."""

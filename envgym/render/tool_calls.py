@@ -14,7 +14,7 @@ from typing import Any
 from envgym.types import ToolCall, ToolSpec
 
 from .json_formats import read_deepseek, read_hermes, read_llama, read_mistral
-from .reading import Format, Reading
+from .reading import Format, Reading, json_at, malformed
 from .tag_formats import read_argument_tags, read_function_tags
 
 FORMATS: tuple[Format, ...] = (
@@ -40,6 +40,19 @@ def read_calls(text: str, written: Format, tools: Sequence[ToolSpec], *, thinkin
     reading = written(said, by_name)
     calls = tuple(_known(call, by_name) for call in reading.calls)
     return Reading(before + thought + reading.content, calls, reading.rest)
+
+
+def written_call(name: Any, arguments: Any, tools: Sequence[ToolSpec]) -> ToolCall:
+    """A call as OpenAI-compatible APIs write it: the tool's name, and its arguments as JSON text."""
+    if not isinstance(name, str) or not name:
+        return malformed("A tool call names a tool.")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    value, end, error = json_at(text, 0) if text.strip() else ({}, len(text), "")
+    if not error and (not isinstance(value, dict) or text[end:].strip()):
+        error = f"The arguments of {name[:80]!r} are not one JSON object."
+    if error:
+        return malformed(error, name)
+    return _known(ToolCall("", name, value), {tool.name: tool for tool in tools})
 
 
 def _known(call: ToolCall, tools: Mapping[str, ToolSpec]) -> ToolCall:

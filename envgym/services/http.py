@@ -115,8 +115,8 @@ class JsonCaller:
                 await asyncio.sleep(max(min(pause, LONGEST_PAUSE), wait))
         self._counters["failures"] += 1
         tried = f" in {attempt} tries" if attempt > 1 else ""
-        failure = InvalidOutcome if reached else Unreachable
-        raise failure("service", self._hide(f"{self._name} {problem}{tried}"), retryable=True)
+        outcome = InvalidOutcome if reached else Unreachable
+        raise outcome("service", self._hide(f"{self._name} {problem}{tried}"), retryable=True)
 
     async def _turn(self) -> None:
         """Wait until the rate limit, and the pause a server asked for, allow a request."""

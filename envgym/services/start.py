@@ -33,6 +33,13 @@ class Services:
         """What the services are called; equal ones are one."""
         return list(self._clients)
 
+    @property
+    def of_policy(self) -> list[str]:
+        """Those of the names that are the policy itself."""
+        from .policy import PolicyClient
+
+        return [name for name, client in self._clients.items() if isinstance(client, PolicyClient)]
+
     async def start(self) -> None:
         """Start every service that is not running yet."""
         for client in self._clients.values():  # one after the other: each looks for a device with room

@@ -1,0 +1,98 @@
+"""The chat agent: plays an environment by messages, for engines that take and give no tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from envgym.agent import Agent, AgentConfig, Sampler
+from envgym.engines.base import ChatReply
+from envgym.env import CheckedEnv
+from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
+from envgym.transcript import Transcript
+from envgym.types import Action, Episode, Observation, Outcome, Task, Turn
+
+from .multi_turn import closing
+
+USED = ("prompt_tokens", "completion_tokens")
+
+
+class ChatConfig(AgentConfig):
+    """Settings of the chat agent."""
+
+    max_turns: int | None = Field(None, ge=1)
+    """Turns after which the episode ends, truncated (`turns`); unset: as many as the environment allows."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Tokens the policy may sample in a whole episode, as the API counts them; then it ends, truncated (`tokens`)."""
+    tools: bool = True
+    """Offer the environment's tools where it has them."""
+
+
+class Chat(Agent):
+    """Observation, action, observation, … until the environment ends the episode. Raw text is said as the user.
+
+    The episode has one row, without tokens, that holds its turns. Its metrics `prompt_tokens` and `completion_tokens`
+    are what the API counted in all turns together; they are absent where it did not count every one.
+    """
+
+    Config: ClassVar[type[AgentConfig]] = ChatConfig
+    config: ChatConfig
+    speaks = "messages"
+
+    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
+        assert engine is not None, "a sampling agent is given an engine"
+        observation, _ = await env.reset(seed=seed, options={"task": task})
+        transcript = Transcript(None)
+        transcript.begin([])
+        transcript.messages += closing(observation)
+        if not transcript.messages:
+            raise InvalidStep("the first observation has neither messages nor text")
+        replies: list[ChatReply] = []
+        outcome = await self._play(env, observation, transcript, replies, engine)
+        for name in USED:
+            counts = [getattr(reply, name) for reply in replies]
+            if None not in counts:
+                transcript.metrics[name] = sum(counts)
+        return transcript.episode(task, outcome)
+
+    async def _play(
+        self,
+        env: CheckedEnv,
+        observation: Observation,
+        transcript: Transcript,
+        replies: list[ChatReply],
+        engine: Sampler,
+    ) -> Outcome:
+        row, tools = transcript.rows[0], observation.tools
+        while True:
+            overrides = dict(observation.sampling or {})
+            if self.config.max_tokens is not None:
+                left = self._left(self.config.max_tokens, replies)
+                if left < 1:
+                    return Outcome.truncated("tokens")
+                overrides["max_tokens"] = min(overrides.get("max_tokens", engine.sampling.max_tokens), left)
+            try:
+                reply = await engine.chat(transcript.messages, tools if self.config.tools else (), overrides)
+            except PromptTooLong:
+                if not replies:
+                    raise
+                return Outcome.truncated("context")
+            replies.append(reply)
+            row.turns.append(Turn(None, reply.stop_reason))
+            transcript.messages.append(reply.message)
+            action = Action(reply.message.text, (), reply.message.tool_calls, reply.stop_reason)
+            observation, reward, terminated, truncated, info = await env.step(action)
+            transcript.paid(reward, info)
+            transcript.messages += closing(observation)
+            if terminated:
+                return Outcome.completed()
+            if truncated or len(replies) == self.config.max_turns:
+                return Outcome.truncated("environment" if truncated else "turns")
+            tools = observation.tools or tools
+
+    def _left(self, budget: int, replies: list[ChatReply]) -> int:
+        counts = [reply.completion_tokens for reply in replies]
+        if None in counts:
+            raise InvalidOutcome("engine", "the API does not say how many tokens it sampled, as agent.max_tokens needs")
+        return budget - sum(count or 0 for count in counts)

@@ -1,0 +1,183 @@
+"""Any OpenAI-compatible API as the policy: messages in, a message out. No tokens, and so nothing to train on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, SamplingParams
+from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.render.tool_calls import written_call
+from envgym.services.completions import api_form, api_key, first_choice, usage_of, with_extra
+from envgym.services.http import JsonCaller, Refused, Unreachable
+from envgym.types import Message, StopReason, TextPart, ToolCall
+
+CUT = ("length", "max_tokens", "model_length")
+"""Finish reasons of an answer that its token limit ended."""
+BROKEN = ("error", "abort", "insufficient_system_resource")
+"""Finish reasons of an answer that the server itself gave up."""
+TOO_LONG = re.compile(
+    r"context[ _-](length|window|size)|prompt is too long|input token count .* exceeds the maximum", re.IGNORECASE
+)
+"""What servers say of a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
+QUESTION = Message.of("user", "Reply with the word OK.")
+
+
+class OpenAIEngine(ChatEngine):
+    """Asks `POST BASE_URL/chat/completions`, from one event loop.
+
+    `model` is the name that the server knows it by; the other settings are those of `EngineConfig`. A request that the
+    network or the server fails is tried again, `tries` times in all. `counters` says what happened: requests, retries,
+    failures, prompt_tokens, completion_tokens. Raises `ConfigError` where the key's variable is not set.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str,
+        *,
+        api_key_env: str = "",
+        timeout: float,
+        tries: int,
+        concurrency: int,
+        requests_per_minute: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._model = model
+        self._url = f"{base_url}/chat/completions"
+        self._key_variable = api_key_env
+        self._extra = dict(extra or {})
+        self._name = f"{model} at {base_url}"
+        self._caller = JsonCaller(
+            self._name,
+            self.counters,
+            secret=api_key(api_key_env, self._name),
+            timeout=timeout,
+            tries=tries,
+            concurrency=concurrency,
+            requests_per_minute=requests_per_minute,
+        )
+
+    async def check(self, sampling: SamplingParams) -> str:
+        """Ask one short question as all others will be asked, once. Returns why it was not answered where that may
+        pass (the server is busy, say), else nothing.
+
+        Raises `ConfigError` where no question would be answered: nobody is there, or the key, the model or a setting is
+        refused. A completion is asked for because it alone needs all of these to be right, and every server has it;
+        `GET /models` is often open to everyone, or absent.
+        """
+        try:
+            await self._ask(ChatRequest("check", (QUESTION,), (), sampling), tries=1)
+        except Unreachable as error:
+            raise ConfigError(f"{error}: is engine.base_url right, and the server running?") from None
+        except Refused as error:
+            raise ConfigError(f"{error}{self._advice(error.status)}") from None
+        except PromptTooLong as error:
+            raise ConfigError(f"{error}: lower rollout.max_tokens") from None
+        except InvalidOutcome as error:
+            return str(error)
+        return ""
+
+    async def chat(self, request: ChatRequest) -> ChatReply:
+        """The assistant's next message.
+
+        Raises `PromptTooLong` where the conversation does not fit the model's context; `InvalidOutcome` of kind
+        `content_filter` where the provider withheld what the model said, and of kind `engine` where there is no answer.
+        """
+        try:
+            return await self._ask(request)
+        except InvalidOutcome as error:
+            if error.kind == "content_filter":
+                raise
+            # `service` is what the environments' own models fail with.
+            raise InvalidOutcome("engine", str(error), retryable=error.retryable) from None
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    async def _ask(self, request: ChatRequest, *, tries: int | None = None) -> ChatReply:
+        try:
+            answer = await self._caller.post(self._url, self._body(request), wrong=_wrong, tries=tries)
+        except Refused as error:
+            if error.code == "context_length_exceeded" or (
+                error.status in (400, 413, 422) and TOO_LONG.search(str(error))
+            ):
+                raise PromptTooLong(str(error)) from None
+            raise
+        usage = usage_of(answer)
+        self.counters.update({name: count or 0 for name, count in usage.items()})
+        choice = first_choice(answer)
+        assert choice is not None, "_wrong has looked"
+        reason = choice.get("finish_reason")
+        if reason == "content_filter":
+            self.counters["failures"] += 1
+            raise InvalidOutcome("content_filter", f"{self._name}: the provider's filter withheld the answer")
+        said = choice["message"]
+        message = Message("assistant", (TextPart(_text(said)),), _calls(said.get("tool_calls"), request))
+        return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage)
+
+    def _body(self, request: ChatRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [api_form(message) for message in request.messages],
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,  # also at 1: servers have defaults of their own
+        }
+        if request.tools:
+            body["tools"] = [tool.as_dict() for tool in request.tools]
+        if sampling.top_k:  # not one of OpenAI's
+            body["top_k"] = sampling.top_k
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        return with_extra(body, self._extra)
+
+    def _advice(self, status: int) -> str:
+        if status in (401, 403):  # that it is the key, the message says
+            return f" in ${self._key_variable}" if self._key_variable else " (engine.api_key_env names its variable)"
+        if status in (404, 405):
+            return (
+                "; engine.base_url is the address before /chat/completions (http://127.0.0.1:8000/v1), and --model the "
+                "name that the server knows"
+            )
+        return (
+            "; a field that the server does not take is renamed or left out with engine.extra (engine.extra.top_p=null)"
+        )
+
+
+def _wrong(answer: Any) -> str:
+    """Why an answer is none, in words that follow the server's name."""
+    choice = first_choice(answer)
+    if choice is None:
+        error = answer.get("error") if isinstance(answer, dict) else None
+        said = error.get("message") if isinstance(error, dict) else error
+        return f"answers without any message{f' ({said})'[:200] if said else ''}"
+    reason = choice.get("finish_reason")
+    return f"gave its answer up ({reason})" if reason in BROKEN else ""
+
+
+def _text(said: Mapping[str, Any]) -> str:
+    """The answer, or the model's own refusal; what it thought (`reasoning_content`) is neither."""
+    content = said.get("content") or said.get("refusal") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content).encode("utf-8", "replace").decode()  # half of a surrogate pair could not be written anywhere
+
+
+def _calls(written: Any, request: ChatRequest) -> tuple[ToolCall, ...]:
+    """The tool calls of an answer to a request that offered tools, each with an id of its own."""
+    calls: list[ToolCall] = []
+    for number, item in enumerate(written if request.tools and isinstance(written, list) else ()):
+        function = item.get("function") if isinstance(item, dict) else None
+        function = function if isinstance(function, dict) else {}
+        call = written_call(function.get("name"), function.get("arguments"), request.tools)
+        call_id = item.get("id") if isinstance(item, dict) else None
+        if not isinstance(call_id, str) or not call_id or call_id in {other.id for other in calls}:
+            call_id = f"{re.sub('[^a-zA-Z0-9]', '', request.id)}{number:05d}"[-9:]
+        calls.append(replace(call, id=call_id))
+    return tuple(calls)
