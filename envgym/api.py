@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import resolve
 from .display import Display, open_display
+
+if TYPE_CHECKING:
+    from .evaluation.suite import Suite
 
 
 def train(
@@ -28,14 +31,15 @@ def train(
         display.close()
 
 
-def evaluate(settings: Mapping[str, Any], *, quiet: bool = False) -> dict[str, Any]:
-    """Measure `settings["model"]` on the held-out tasks of `settings["env"]`, as `envgym eval` does."""
-    from .evaluation import evaluate_policy
+def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Measure `settings["model"]` on a suite or, without one, on the held-out tasks of `settings["env"]`, as
+    `envgym eval` does. Returns what `result.json` holds: see `envgym.evaluation.policy.run_evaluation`."""
+    from .evaluation.policy import new_evaluation, run_evaluation
 
-    config = resolve(_nested(settings))
-    display = Display() if quiet else open_display(config)
+    evaluation = new_evaluation(_nested(settings), suite=suite)
+    display = Display() if quiet else open_display(evaluation.config)
     try:
-        return evaluate_policy(config, display)
+        return run_evaluation(evaluation, display)
     finally:
         display.close()
 

@@ -17,12 +17,14 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .agent import Agent, AgentConfig
+from .best_checkpoint import HELD_OUT, metric_of
 from .env import EnvSpec, describe_validation_error
 from .errors import ConfigError, DataError, did_you_mean
 from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .render import RenderKind
+from .run_folder import run_of_checkpoint
 from .services.declarations import Url, VariableName
 from .tasks import DataConfig
 from .workers.config import WorkersConfig
@@ -203,6 +205,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; one is made after the last step and at Ctrl-C. 0: only those."""
     keep: int = Field(2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    best: str | None = Field(None, pattern=r"^-?\w\S*$")
+    """Metric by which the best checkpoint is kept as well, as `checkpoints/best`: `eval/score`, or any number of
+    `metrics.jsonl`. The greatest value is the best; the least where the name ends in `loss` or has a minus before
+    it."""
 
 
 class SyncConfig(Section):
@@ -312,6 +318,8 @@ class RunConfig(Section):
     """Run folder within `runs_dir`; by default made from the environment, the learner and the time."""
     runs_dir: str = "runs"
     """Where run folders are made."""
+    evals_dir: str = "evals"
+    """Where the folders of evaluations are made."""
     runtime: Literal["local", "ray"] = "local"
     """Where workers run: processes on this machine, or actors on Ray."""
     seed: int = Field(0, ge=0)
@@ -431,19 +439,20 @@ def resolve(
 
 
 def _model_settings(model: Any) -> dict[str, Any]:
-    """What a run on `model` starts from: the settings of the recipe that makes it, or, for the folder of a run,
-    how that run rendered and sampled."""
+    """What a run on `model` starts from: the settings of the recipe that makes it, or, for the folder of a run or of
+    one of its checkpoints, how that run rendered and sampled."""
     if isinstance(model, str) and makes_model(model):
         settings: dict[str, Any] = load_recipe(model).get("model_settings", {})
         return settings
-    saved = Path(str(model)) / "config.yaml"
+    run, index = run_of_checkpoint(Path(str(model))) or (Path(str(model)), -1)
+    saved = run / "config.yaml"
     if not saved.is_file() or not (stages := read_yaml(saved).get("stages")):
         return {}
-    last = stages[-1]
+    stage = stages[index if index < len(stages) else -1]
     return {
-        "render": last["render"],
-        "engine": {"max_model_len": last["engine"]["max_model_len"]},
-        "rollout": {"max_tokens": last["rollout"]["max_tokens"]},
+        "render": stage["render"],
+        "engine": {"max_model_len": stage["engine"]["max_model_len"]},
+        "rollout": {"max_tokens": stage["rollout"]["max_tokens"]},
     }
 
 
@@ -486,6 +495,8 @@ def _complete_stage(stage: StageConfig) -> None:
         raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
     if agent_class.samples and stage.rollout.filter.zero_variance and stage.rollout.group_size < 2:
         raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
+    if metric_of(stage.checkpoint.best or "").startswith(HELD_OUT) and not stage.eval.every:
+        raise ConfigError(f"checkpoint.best={stage.checkpoint.best} is measured by evaluations: set eval.every above 0")
     if stage.pretrain.path is not None:
         if not getattr(learner_config, "pretrain_coef", 0.0) > 0:
             raise ConfigError(

@@ -27,7 +27,7 @@ class Display:
         """A step is done; `metrics` is its record in `metrics.jsonl`."""
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
-        """A measurement on held-out tasks (`EvalResult.as_dict`)."""
+        """A measurement on held-out tasks (`evaluation.result.result_of`)."""
 
     def alarm(self, step: int, text: str) -> None:
         """A number of the run has left its healthy range with this step: what it means and what to try."""

@@ -68,19 +68,6 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     return lines
 
 
-def evaluation_lines(result: Mapping[str, Any]) -> list[Line]:
-    """What `envgym eval` prints."""
-    return [
-        ("env", result["env"]),
-        ("model", result["model"]),
-        ("score", f"{score(result)}   95% interval, {result['n_tasks']} tasks, {result['n_episodes']} episodes"),
-        *_members(result),
-        ("truncated", str(result["truncated"])),
-        ("failed", counts(result["failures"]) or "0"),
-        ("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"),
-    ]
-
-
 def _members(evaluation: Evaluation) -> list[Line]:
     """The scores of a mixture's members."""
     return [(f"  {name}", f"{score(of)}   {of['n_tasks']} tasks") for name, of in evaluation.get("envs", {}).items()]

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from envgym.report import aligned, centred_mean, duration, evaluation_lines, plot, score, summary_lines
+from envgym.report import aligned, centred_mean, duration, plot, score, summary_lines
 
 BEFORE = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512}
 AFTER = {"score": 0.951, "ci95": [0.93, 0.97], "n_tasks": 512}
@@ -88,18 +88,6 @@ def test_alarms_are_counted_at_the_end_and_phases_that_took_no_time_left_out(sum
 def test_greedy_is_reported_on_its_own_line(summary):
     summary["eval"] |= {"greedy_before": BEFORE, "greedy_after": {**AFTER, "score": 0.96}}
     assert "after 0.960" in dict(summary_lines(summary))["greedy"]
-
-
-def test_an_evaluation_is_reported_with_its_interval_and_failures():
-    result = {
-        "env": "math_verify-v0", "model": "runs/first", **AFTER, "n_episodes": 1024, "truncated": 7,
-        "failures": {"timeout": 2}, "seconds": 12.0, "tokens": 5000,
-    }  # fmt: skip
-    text = aligned(evaluation_lines(result))
-    assert "score      0.951 [0.930, 0.970]   95% interval, 512 tasks, 1024 episodes" in text
-    assert "truncated  7\n" in text
-    assert "failed     timeout 2\n" in text
-    assert "failed     0\n" in aligned(evaluation_lines({**result, "failures": {}}))
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,76 @@
-"""`envgym eval`: a model's score on held-out tasks, with its interval."""
+"""`envgym eval`: a model's scores on a suite of environments or on one, with their intervals."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError
 
 from .failures import Invocation
-from .parser import Parser, resolve_options
+from .parser import Parser, given_settings
+
+if TYPE_CHECKING:
+    from envgym.evaluation.policy import Evaluation
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "eval",
-        "(--env E | --config FILE) --model M [key=value …]",
-        "Measure a model on an environment's held-out tasks: mean score with a 95% interval, and what failed.",
-        "envgym eval --env math_verify --model runs/first eval.tasks=512",
+        "(--suite S | --env E | --config FILE) --model M [key=value …]",
+        "Measure a model on a suite of environments, or on one: mean scores with 95% intervals, and what failed.",
+        "envgym eval --suite smoke --model runs/first",
     )
+    parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE where it has sizes")
     parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
-    parser.add_argument("--model", metavar="M", help="Hugging Face folder or hub id, or a recipe that makes a model")
+    parser.add_argument(
+        "--model", metavar="M", help="Hugging Face folder or hub id, a run, its checkpoint, or a recipe that makes one"
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
+    parser.add_argument("--name", metavar="NAME", help="name of the evaluation's folder")
+    parser.add_argument("--resume", metavar="NAME", help="go on with an evaluation that was interrupted")
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: play what failed once more")
     options, words = parser.parse_with_words(arguments)
-    if options.model is None:
-        raise ConfigError("envgym eval needs --model, what is to be measured. See: envgym eval --help")
-    config = resolve_options(options, words)
-    invocation.debug |= config.debug
 
     from envgym.display import open_display
-    from envgym.evaluation import evaluate_policy
-    from envgym.report import aligned, evaluation_lines
+    from envgym.evaluation.policy import run_evaluation
+    from envgym.evaluation.table import evaluation_text
 
-    display = open_display(config)
+    evaluation = _resumed(options, words) if options.resume else _new(options, words)
+    invocation.debug |= evaluation.config.debug
+    invocation.folder = evaluation.folder.path
+    display = open_display(evaluation.config)
     try:
-        result = evaluate_policy(config, display)
+        result = run_evaluation(evaluation, display)
     finally:
         display.close()
-    print(aligned(evaluation_lines(result)))
+    print(evaluation_text(result, evaluation.folder.path))
+    if result["score"] is None and not any(env["n_tasks"] for env in result["envs"].values()):
+        raise ConfigError(f"no episode was scored; why each failed is in {evaluation.folder.journal.path}")
     return 0
+
+
+def _new(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
+    if options.retry_failed:
+        raise ConfigError("--retry-failed goes with --resume NAME")
+    if options.model is None:
+        raise ConfigError("envgym eval needs --model, what is to be measured. See: envgym eval --help")
+    if options.suite and options.env:
+        raise ConfigError("a suite names its environments: give either --suite or --env")
+    from envgym.evaluation.policy import new_evaluation
+
+    return new_evaluation(given_settings(options, words), suite=options.suite, file=options.config)
+
+
+def _resumed(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
+    from envgym.config import RunConfig, parse_words
+    from envgym.evaluation.policy import resumed_evaluation
+
+    if any((options.suite, options.env, options.model, options.config, options.name)):
+        raise ConfigError("an evaluation that goes on has its settings: --resume NAME stands alone")
+    settings = parse_words(words)
+    evals_dir = settings.pop("evals_dir", RunConfig.model_fields["evals_dir"].default)
+    if settings:
+        raise ConfigError(f"an evaluation that goes on has its settings: {next(iter(settings))!r} cannot change")
+    return resumed_evaluation(options.resume, evals_dir, retry_failed=options.retry_failed)

@@ -74,17 +74,21 @@ def add_run_options(parser: Parser) -> None:
     parser.add_argument("--name", metavar="RUN", help="name of the run's folder")
 
 
-def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
-    """The configuration that `add_run_options` and the words describe; a word wins over an option."""
-    from envgym.config import merge, parse_words, resolve
+def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    """The settings that `add_run_options` and the words say; a word wins over an option."""
+    from envgym.config import merge, parse_words
 
     keys = ("env", "model", "learner", "runtime", "name")
     given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
-    return resolve(
-        merge(given, parse_words(words)),
-        recipe=getattr(options, "recipe", None),
-        file=getattr(options, "config", None),
-    )
+    return merge(given, parse_words(words))
+
+
+def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
+    """The configuration that they describe."""
+    from envgym.config import resolve
+
+    recipe, file = getattr(options, "recipe", None), getattr(options, "config", None)
+    return resolve(given_settings(options, words), recipe=recipe, file=file)
 
 
 def make_spec(name: str, words: Sequence[str]) -> EnvSpec:

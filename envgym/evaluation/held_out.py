@@ -15,7 +15,7 @@ from envgym.rollout import Play
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 
-from .result import EvalResult
+from .result import result_of
 
 Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
 
@@ -55,12 +55,3 @@ class HeldOut:
         groups = await self._play(await self.tasks(), Play("eval", self._sampling, 1))
         rows = learner.prepare(groups)
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}
-
-
-def result_of(groups: Sequence[Group]) -> dict[str, Any]:
-    """What the groups amount to together and, under `envs`, for each member of a mixture."""
-    result = EvalResult.of(groups).as_dict()
-    if members := sorted({group.task.env for group in groups} - {""}):
-        of = {name: [group for group in groups if group.task.env == name] for name in members}
-        result["envs"] = {name: EvalResult.of(own).as_dict() for name, own in of.items()}
-    return result

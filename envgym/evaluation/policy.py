@@ -1,58 +1,205 @@
-"""Evaluating a policy on an environment's held-out tasks, by the runner that trains."""
+"""Evaluating a policy on environments' tasks, by the runner that trains."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
+import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config import Component, RunConfig
+from envgym.errors import ConfigError, EnvgymError
+from envgym.fingerprint import text_hash
 from envgym.models import fetch_model
-from envgym.placement import make_agent, make_runner, prepared, sampling_of, start_sampling
+from envgym.placement import Place, make_agent, make_runner, running, set_up, start_sampling
 from envgym.rollout import Play
 from envgym.run_folder import RunFolder
 from envgym.types import Group, Task
 
-from .held_out import HeldOut
+from .exports import write_exports
+from .folder import EvalFolder, find_folder
+from .model_fingerprint import model_fingerprint
+from .plan import Part, parts_of_env, parts_of_suite
+from .result import mean_score, result_of
+from .statistics import suite_mean
+from .suite import Suite, find_suite
 
 if TYPE_CHECKING:
     from envgym.display import Display
 
 
-def evaluate_policy(config: RunConfig, display: Display) -> dict[str, Any]:
-    """Play the held-out tasks of the last stage's environment with its model and return what came of it.
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What is evaluated: parts of one model, the name of their suite if they have one, and the folder it is kept in.
 
-    Keys: env, model, n_tasks, n_episodes, score, ci95, truncated, failures (kind -> count), unscored, seconds,
-    tokens, and `greedy` with the same for greedy sampling. Raises `EnvgymError`; the workers' logs are then kept.
+    Episodes that `folder` holds are not played again; `retry_failed` plays those that failed.
     """
-    logs = Path(tempfile.mkdtemp(prefix="envgym-eval-"))
-    result = asyncio.run(_evaluate(config, RunFolder(logs), display))
-    shutil.rmtree(logs)
+
+    parts: Sequence[Part]
+    folder: EvalFolder
+    suite: str | None = None
+    retry_failed: bool = False
+
+    @property
+    def config(self) -> RunConfig:
+        return self.parts[0].config
+
+
+def new_evaluation(
+    settings: Mapping[str, Any], *, suite: str | Suite | None = None, file: str | Path | None = None
+) -> Evaluation:
+    """An evaluation on a suite or, without one, on the environment that `settings` name, with a folder of its own.
+
+    `suite` is a `Suite`, or `NAME`, `NAME:SIZE` or a YAML file. Raises `EnvgymError` where it cannot be made.
+    """
+    label = None
+    if suite is None:
+        parts = parts_of_env(settings, file=file)
+        label = Path(parts[0].name.partition(":")[0]).stem or "remote"
+    else:
+        name, found, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
+        label = suite if isinstance(suite, str) else name
+        parts = parts_of_suite(found, size, settings, file=file)
+    config = parts[0].config
+    model = Path(parts[0].stage.model).name
+    own_name = "-".join([Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
+    folder = EvalFolder(Path(config.evals_dir) / (config.name or own_name))
+    suite_name = None if suite is None else label
+    folder.create(parts, {"suite": suite_name})
+    return Evaluation(parts, folder, suite_name)
+
+
+def resumed_evaluation(name: str, evals_dir: str, *, retry_failed: bool = False) -> Evaluation:
+    """An evaluation that goes on, by its name or folder. Raises `RunError` where there is none."""
+    folder = find_folder(name, evals_dir)
+    return Evaluation(folder.parts(), folder, folder.read_config()["suite"], retry_failed)
+
+
+def run_evaluation(evaluation: Evaluation, display: Display) -> dict[str, Any]:
+    """Play what is not played yet and return what `result.json` then holds.
+
+    Keys: status (`running`, `completed`), suite, model, seed, began, seconds, fingerprints (of the model, and envgym's
+    version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures, unscored, truncated
+    and tokens of all parts; and `envs`: each part's `result_of`, its env, weight, samples, sampling and fingerprints.
+    Raises `EnvgymError` where it cannot go on and `KeyboardInterrupt` at Ctrl-C; what ended is kept.
+    """
+    try:
+        return asyncio.run(_run(evaluation, display))
+    except EnvgymError:
+        evaluation.folder.remove_stillborn()
+        raise
+    except KeyboardInterrupt:
+        path = evaluation.folder.path
+        raise KeyboardInterrupt(f"what ended is kept; go on with: envgym eval --resume {path}") from None
+
+
+async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
+    folder, config, parts = evaluation.folder, evaluation.config, evaluation.parts
+    stage = parts[0].stage
+    began = time.monotonic()
+    logs = RunFolder(folder.path)
+    logs.logs.mkdir(exist_ok=True)
+    folder.journal.open()
+    if evaluation.retry_failed:
+        folder.forget_failed()
+    kept = folder.journal.played()
+    result = folder.read_result() or {"began": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 0.0}
+    groups: dict[str, list[Group]] = {}
+    fingerprints: dict[str, dict[str, str]] = {}
+    async with AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(running(config, logs))
+        places: dict[str, Place] = {}  # what is played in several ways is set up once
+        for part in parts:
+            key = part.stage.make_spec().to_json()
+            if key not in places:
+                display.phase(f"setting up {part.name}")
+                places[key] = await stack.enter_async_context(set_up(part.config, part.stage, runtime))
+        model = await fetch_model(stage.model, config, display)
+        result |= {"status": "running", "model": stage.model, "seed": config.seed, "suite": evaluation.suite}
+        result["fingerprints"] = _same_model(result, model)
+        folder.write_result(result)
+        agents = []
+        for part in parts:
+            if not part.stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
+                part.stage.agent = Component(name=places[part.stage.make_spec().to_json()].spec.agent)
+            agents.append(make_agent(part.stage, model))
+        engine, context = await start_sampling(config, stage, list(places.values()), agents[0], model, display)
+        for number, (part, agent) in enumerate(zip(parts, agents, strict=True), 1):
+            spec = places[part.stage.make_spec().to_json()].spec
+            tasks = await tasks_of(part, spec.tasks(part.env.split))
+            count = f" ({number} of {len(parts)})" if len(parts) > 1 else ""
+            display.phase(f"evaluating {part.name}{count}")
+            runner = make_runner(part.config, part.stage, spec, agent, engine, context)
+            stop = agent.renderer.stop_token_ids if agent.renderer is not None else ()
+            groups[part.name] = await runner.play(
+                tasks,
+                Play(part.name, part.sampling(stop), part.samples),
+                display.rollout,
+                kept=kept,
+                on_episode=folder.journal.write,
+            )
+            fingerprints[part.name] = {**spec.fingerprint(), "tasks": _tasks_hash(groups[part.name])}
+    envs = {part.name: _said_of(part, groups[part.name]) | {"fingerprints": fingerprints[part.name]} for part in parts}
+    result["seconds"] += time.monotonic() - began
+    result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
+    write_exports(folder, result, groups)
+    folder.write_result(result)
     return result
 
 
-async def _evaluate(config: RunConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
-    stage = config.stages[-1]
-    began = time.monotonic()
-    folder.create()
-    async with prepared(config, stage, folder) as place:
-        model = await fetch_model(stage.model, config, display)
-        if not stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
-            stage.agent = Component(name=place.spec.agent)
-        agent = make_agent(stage, model)
-        engine, context = await start_sampling(config, stage, [place], agent, model, display)
-        runner = make_runner(config, stage, place.spec, agent, engine, context)
+def _same_model(result: Mapping[str, Any], model: str) -> dict[str, str | None]:
+    """The fingerprints of this evaluation. Raises `ConfigError` where it began with another model."""
+    found = {"model": model_fingerprint(model), "envgym": version("envgym")}
+    before = result.get("fingerprints", found)
+    if before["model"] != found["model"]:
+        raise ConfigError(f"the model {model} is not what it was when this evaluation began: start a new one")
+    return found
 
-        async def play(tasks: Sequence[Task], play: Play) -> list[Group]:
-            return await runner.play(tasks, play, display.rollout)
 
-        held_out = HeldOut(play, place.spec, sampling_of(stage, agent.renderer.stop_token_ids), stage.eval)
-        display.phase("evaluating")
-        result = await held_out.sampled()
-        greedy = {"greedy": await held_out.greedily()} if stage.eval.greedy else {}
-    seconds = time.monotonic() - began
-    return {"env": stage.env.name, "model": stage.model, **result, **greedy, "seconds": seconds}
+async def tasks_of(part: Part, tasks: Any) -> list[Task]:
+    """The tasks a part plays: the first of its split. Raises `ConfigError` where there are none, or no end to them."""
+    wanted = part.env.tasks
+    if wanted is None and tasks.size is None:
+        raise ConfigError(f"{part.name} has tasks without end: say how many in the suite (tasks), or eval.tasks=N")
+    count = min(size for size in (wanted, tasks.size) if size is not None)
+    if not count:
+        raise ConfigError(f"{part.name} has no tasks in the split {part.env.split!r}")
+    return [await tasks.get(index) for index in range(count)]
+
+
+def _said_of(part: Part, groups: Sequence[Group]) -> dict[str, Any]:
+    """What came of a part, and how it was played."""
+    sampling = part.sampling(())
+    return {
+        **result_of(groups, success=part.env.success, cluster=part.env.cluster),
+        "env": part.stage.env.model_dump(mode="json"),
+        "split": part.env.split,
+        "weight": part.env.weight,
+        "cluster": part.env.cluster,
+        "samples": part.samples,
+        "sampling": {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "max_tokens")},
+    }
+
+
+def _totals(
+    parts: Sequence[Part], groups: Mapping[str, Sequence[Group]], envs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The suite's score, and counts over all of it."""
+    weighed = [part for part in parts if part.env.weight]
+    means = [mean_score(groups[part.name], part.env.cluster) for part in weighed]
+    mean = means[0] if len(means) == 1 else suite_mean(means, [part.env.weight for part in weighed])
+    counts = ("n_episodes", "unscored", "truncated", "played_again", "tokens")
+    failures = sum((Counter(env["failures"]) for env in envs.values()), Counter[str]())
+    totals = {name: sum(env[name] for env in envs.values()) for name in counts}
+    return {**mean.as_dict(), **totals, "failures": dict(failures)}
+
+
+def _tasks_hash(groups: Sequence[Group]) -> str:
+    return text_hash(" ".join(group.episodes[0].fingerprints.get("task", "") for group in groups))

@@ -1,0 +1,101 @@
+"""What an evaluation will do: every environment with its settings resolved as a run's would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envgym.config import RunConfig, StageConfig, merge, resolve
+from envgym.engines.base import SamplingParams
+from envgym.errors import ConfigError
+from envgym.placement import sampling_of
+
+from .suite import Sampling, Suite, SuiteEnv
+
+GREEDY = "greedy"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One environment of an evaluation: how the suite wants it, and the configuration that comes of it."""
+
+    name: str
+    env: SuiteEnv
+    config: RunConfig
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.config.stages[-1]
+
+    @property
+    def samples(self) -> int:
+        return self.env.samples or 1
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How one turn is sampled. Greedily, nothing else is left to choose."""
+        sampling = sampling_of(self.stage, stop_token_ids)
+        if self.env.sampling.temperature != 0:
+            return sampling
+        return SamplingParams(sampling.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "env": self.env.model_dump(mode="json"),
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Part:
+        return cls(saved["name"], SuiteEnv(**saved["env"]), RunConfig(**saved["config"]))
+
+
+def parts_of_suite(
+    suite: Suite,
+    size: str | None,
+    settings: Mapping[str, Any],
+    *,
+    recipe: str | None = None,
+    file: str | Path | None = None,
+) -> list[Part]:
+    """The parts of an evaluation on a suite. `settings` are the caller's own and win over the suite's, which win over
+    what the model, the file and the recipe say. Raises `EnvgymError` where a name or a setting cannot be used."""
+    if "env" in settings or "data" in settings:
+        raise ConfigError("a suite names its environments and their data: give either --suite or --env")
+    parts = []
+    for name, item in suite.of_size(size).items():
+        sampling = item.sampling.model_dump(exclude_none=True)
+        if sampling.get("temperature") == 0:  # a run cannot be greedy: see `Part.sampling`
+            del sampling["temperature"]
+        of_suite = {
+            "env": item.env.model_dump(),
+            "agent": item.agent.model_dump(),
+            "data": item.data,
+            "rollout": sampling,
+        }
+        try:
+            config = resolve(merge(of_suite, settings), recipe=recipe, file=file)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        asked = settings.get("eval", {})
+        told = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in asked}
+        if "temperature" in settings.get("rollout", {}):
+            told["sampling"] = item.sampling.model_copy(update={"temperature": None})
+        parts.append(Part(name, item.model_copy(update=told), config))
+    return parts
+
+
+def parts_of_env(
+    settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None
+) -> list[Part]:
+    """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
+    config = resolve(settings, recipe=recipe, file=file)
+    stage = config.stages[-1]
+    sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
+    parts = [Part(stage.env.name, sampled.model_copy(update={"samples": stage.eval.samples}), config)]
+    if stage.eval.greedy:
+        greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
+        parts.append(Part(GREEDY, sampled.model_copy(update=greedily), config))
+    return parts

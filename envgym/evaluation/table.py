@@ -1,0 +1,87 @@
+"""What `envgym eval` prints: a table of the environments, the suite's score, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envgym.report import aligned, counts, duration, score
+
+AT_K = ("pass@k", "pass^k", "majority@k")
+
+
+def evaluation_text(result: Mapping[str, Any], folder: Path) -> str:
+    """The table and the lines under it, from `result.json`."""
+    envs = result["envs"]
+    return "\n".join([*text_table(_rows(envs)), "", aligned(_lines(result, folder))])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The header and a line for each environment, and for each member of a mixture. Columns that say nothing are left
+    out."""
+    items = [(name, env) for part, of in envs.items() for name, env in _with_members(part, of)]
+    k = max((int(k) for _, env in items for k in env["pass@k"]), default=1)
+    columns: dict[str, list[str]] = {
+        "score": [score(env) if env["score"] is not None else "none" for _, env in items],
+        "success": [
+            "" if (rate := env["success"]["rate"]) in (env["score"], None) else f"{rate:.3f}" for _, env in items
+        ],
+        **{
+            name.replace("k", str(k)): [_number(env.get(name, {}).get(str(k))) for _, env in items]
+            for name in AT_K
+            if k > 1
+        },
+        "tasks": [str(env["n_tasks"]) for _, env in items],
+        "failed": [_share(sum(env["failures"].values()), env["n_episodes"]) for _, env in items],
+        "unscored": [_share(env["unscored"], env["n_episodes"]) for _, env in items],
+        "truncated": [_share(env["truncated"], env["n_episodes"]) for _, env in items],
+        "tokens": [f"{env['tokens'] / max(1, env['n_episodes']):.0f}" for _, env in items],
+        "turns": ["" if env["turns"] is None else f"{env['turns']:.1f}" for _, env in items],
+        "p50 s": ["" if env["seconds"] is None else f"{env['seconds']['p50']:.2f}" for _, env in items],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    body = zip([name for name, _ in items], *shown.values(), strict=True)
+    return [["environment", *shown], *map(list, body)]
+
+
+def _with_members(name: str, env: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, env), *((f"  {member}", of) for member, of in env.get("envs", {}).items())]
+
+
+def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
+    label, of = ("suite", result["suite"]) if result["suite"] else ("env", next(iter(result["envs"])))
+    weighed = [env for env in result["envs"].values() if env["weight"]]
+    lines = [("model", result["model"])]
+    many = len(weighed) > 1
+    how = f"mean of {len(weighed)} environments" + ("" if _same_weights(weighed) else " by their weights")
+    of_score = "some environment has no score" if many and result["score"] is None else score(result)
+    lines.append((label, of))
+    lines.append(("score", f"{of_score}   95% interval, {f'{how}, ' if many else ''}{result['n_tasks']} tasks"))
+    if result["failures"]:
+        lines.append(("failed", f"{counts(result['failures'])}   left out of every score"))
+    lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
+    lines.append(("folder", str(folder)))
+    return lines
+
+
+def _same_weights(envs: Sequence[Mapping[str, Any]]) -> bool:
+    return len({env["weight"] for env in envs}) == 1
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if part else ""

@@ -1,0 +1,132 @@
+"""Suites: files that ship, sizes, what wins over what, and mistakes in them."""
+
+import pytest
+
+from envgym.errors import ConfigError, EnvgymError, NameNotFound
+from envgym.evaluation.plan import Part, parts_of_env, parts_of_suite
+from envgym.evaluation.suite import Suite, find_suite, suite_names
+
+SUMS = Suite(sizes={"smoke": 4, "standard": 32}, samples=2, environments={"sums": "math_verify"})
+
+
+def write(folder, text):
+    path = folder / "own.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_environment_of_a_shipped_suite_can_be_made(name):
+    _, suite, size = find_suite(name)
+    parts = parts_of_suite(suite, size, {"model": "starter"})
+    assert parts
+    assert all(part.env.tasks for part in parts)
+    assert suite.description
+
+
+def test_the_suites_of_everything_have_their_size_of_each():
+    for size in ("smoke", "standard", "full"):
+        _, suite, _ = find_suite(size)
+        found = suite.of_size(None)
+        assert {name.partition("/")[0] for name in found} == {"arithmetic", "reasoning", "tool_use", "multi_turn"}
+        _, arithmetic, _ = find_suite("arithmetic")
+        assert found["arithmetic/addition"].tasks == arithmetic.sizes[size]
+
+
+def test_a_size_says_how_many_tasks_and_standard_is_the_one_unless_asked():
+    assert SUMS.of_size("smoke")["sums"].tasks == 4
+    assert SUMS.of_size(None)["sums"].tasks == 32
+    own = Suite(sizes={"tiny": 2, "big": 9}, environments={"a": "math_verify", "b": {"env": "math_verify", "tasks": 5}})
+    assert [env.tasks for env in own.of_size(None).values()] == [2, 5]
+    with pytest.raises(ConfigError, match=r"no size 'smke'.*Did you mean 'smoke'"):
+        SUMS.of_size("smke")
+
+
+def test_a_file_is_a_suite_too(tmp_path):
+    path = write(tmp_path, "sizes: {a: 3}\nenvironments:\n  sums: math_verify\n")
+    name, suite, size = find_suite(f"{path}:a")
+    assert (name, size, suite.of_size(size)["sums"].tasks) == ("own", "a", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("environments: {}\n", "needs environments"),
+        ("environments: {sums: {env: math_verify, weight: 0}}\n", "weight 0"),
+        ("environments: {a/b: math_verify}\n", "without a slash"),
+        ("tasks: 3\nsizes: {a: 2}\nenvironments: {a: math_verify}\n", "either `tasks` or `sizes`"),
+        ("enviroments: {a: math_verify}\n", "Did you mean 'environments'"),
+        ("environments: {a: {env: math_verify, wieght: 2}}\n", "weight"),
+        ("environments: {a: {env: math_verify, success: 2}}\n", "success"),
+        ("environments: [math_verify]\n", "environments"),
+    ],
+)
+def test_a_mistake_in_a_suite_is_said_in_a_line(tmp_path, text, said):
+    with pytest.raises(EnvgymError, match=said) as error:
+        find_suite(write(tmp_path, text))
+    assert "\n" not in str(error.value)
+    assert "own.yaml" in str(error.value)
+
+
+def test_an_unknown_suite_names_the_nearest():
+    with pytest.raises(NameNotFound, match=r"Did you mean 'arithmetic'\?.*smoke"):
+        find_suite("arithmetc")
+    with pytest.raises(ConfigError, match="none.yaml does not exist"):
+        find_suite("none.yaml")
+
+
+# -- what wins --------------------------------------------------------------------------------------------
+
+
+def test_the_callers_settings_win_over_the_suites_and_those_over_the_models():
+    suite = Suite(
+        tasks=8,
+        sampling={"temperature": 0.5, "max_tokens": 100},
+        environments={"a": "math_verify", "b": {"env": {"name": "math_verify", "digits": 3}, "samples": 4}},
+    )
+    a, b = parts_of_suite(suite, None, {"model": "starter"})
+    assert a.sampling(()).max_tokens == b.sampling(()).max_tokens == 100  # the starter's own is 16
+    assert a.sampling(()).temperature == 0.5
+    assert (a.samples, b.samples, a.env.tasks) == (1, 4, 8)
+    assert b.stage.env.settings["digits"] == 3
+    words = {"model": "starter", "rollout": {"max_tokens": 7, "temperature": 2.0}, "eval": {"tasks": 3, "samples": 2}}
+    a, b = parts_of_suite(suite, None, words)
+    assert [part.sampling(()).max_tokens for part in (a, b)] == [7, 7]
+    assert [part.sampling(()).temperature for part in (a, b)] == [2.0, 2.0]
+    assert [(part.env.tasks, part.samples) for part in (a, b)] == [(3, 2), (3, 2)]
+
+
+def test_an_environments_own_sampling_wins_over_its_suites():
+    suite = Suite(
+        sampling={"temperature": 0.5, "top_p": 0.9},
+        environments={"a": {"env": "math_verify", "sampling": {"temperature": 0}}, "b": "math_verify"},
+    )
+    a, b = parts_of_suite(suite, None, {"model": "starter"})
+    greedy = a.sampling((7,))
+    assert (greedy.temperature, greedy.top_p, greedy.stop_token_ids) == (0.0, 1.0, (7,))
+    assert (b.sampling(()).temperature, b.sampling(()).top_p) == (0.5, 0.9)
+    a, _ = parts_of_suite(suite, None, {"model": "starter", "rollout": {"temperature": 0.25}})
+    assert a.sampling(()).temperature == 0.25
+
+
+def test_a_suite_and_an_environment_at_once_are_refused():
+    with pytest.raises(ConfigError, match="either --suite or --env"):
+        parts_of_suite(SUMS, None, {"model": "starter", "env": "math_verify"})
+
+
+def test_a_mistake_in_one_environment_names_it():
+    suite = Suite(environments={"good": "math_verify", "bad": {"env": {"name": "math_verify", "digts": 2}}})
+    with pytest.raises(ConfigError, match=r"bad: .*'digts'. Did you mean 'digits'"):
+        parts_of_suite(suite, None, {"model": "starter"})
+
+
+def test_one_environment_is_played_as_it_is_trained_on_and_greedily_beside():
+    sampled, greedy = parts_of_env({"env": "math_verify", "model": "starter", "eval": {"tasks": 5, "samples": 3}})
+    assert (sampled.name, sampled.env.tasks, sampled.samples, sampled.env.weight) == ("math_verify", 5, 3, 1.0)
+    assert (greedy.env.tasks, greedy.samples, greedy.env.weight, greedy.sampling(()).temperature) == (5, 1, 0.0, 0.0)
+    assert len(parts_of_env({"env": "math_verify", "model": "starter", "eval": {"greedy": False}})) == 1
+
+
+def test_a_part_comes_back_from_its_folder_as_it_was():
+    (part,) = parts_of_suite(SUMS, "smoke", {"model": "starter", "rollout": {"temperature": 0.25}})
+    assert Part.from_dict(part.as_dict()) == part
