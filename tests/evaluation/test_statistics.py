@@ -1,15 +1,35 @@
-"""Intervals against published tables, a brute-force formula and a small simulation."""
+"""The statistics against published tables, all subsets counted one by one, and inspect_ai's own numbers.
 
+How often intervals cover the truth is `test_coverage.py`.
+"""
+
+import itertools
+import json
 import math
-import random
+import time
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.evaluation.statistics import clustered_mean, t_quantile_975, wilson_interval
+from envgym.evaluation.statistics import (
+    Mean,
+    clustered_mean,
+    degrees_of_freedom,
+    majority_at_k,
+    pass_at_k,
+    pass_hat_k,
+    suite_mean,
+    t_quantile,
+    t_quantile_975,
+    wilson_interval,
+    within_between_variance,
+)
 
+INSPECT = json.loads(Path(__file__).with_name("inspect").joinpath("numbers.json").read_text(encoding="utf-8"))
 SCORES = st.dictionaries(st.text(max_size=3), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1, max_size=9)
 
 
@@ -20,6 +40,25 @@ SCORES = st.dictionaries(st.text(max_size=3), st.lists(st.floats(0, 1), min_size
 )
 def test_t_quantiles_are_the_tables(df, quantile):
     assert t_quantile_975(df) == pytest.approx(quantile, abs=5e-5)
+
+
+@pytest.mark.parametrize("p", [0.6, 0.8, 0.95, 0.975, 0.99])
+def test_t_quantiles_are_those_of_the_closed_forms(p):
+    """W. T. Shaw, "Sampling Student's T distribution" (2006), gives the quantiles for 1, 2 and 4 degrees of freedom."""
+    root = math.sqrt(4 * p * (1 - p))
+    assert t_quantile(p, 1) == pytest.approx(math.tan(math.pi * (p - 0.5)), abs=1e-6)
+    assert t_quantile(p, 2) == pytest.approx((2 * p - 1) * math.sqrt(2) / root, abs=1e-6)
+    assert t_quantile(p, 4) == pytest.approx(2 * math.sqrt(math.cos(math.acos(root) / 3) / root - 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("df", [1.0, 1.7, 5.22, 23.27, 199.5])
+def test_t_quantiles_for_broken_degrees_of_freedom(df):
+    """The density up to the quantile, by the trapezoidal rule, holds what it is the quantile of."""
+    for p in (0.8, 0.975):
+        x = np.linspace(0, t_quantile(p, df), 200_001)
+        density = (1 + x * x / df) ** (-(df + 1) / 2)
+        density *= math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+        assert 0.5 + np.trapezoid(density, x) == pytest.approx(p, abs=1e-8)
 
 
 @pytest.mark.parametrize("df", [10_000, 1_000_000])
@@ -93,22 +132,210 @@ def test_the_interval_holds_the_mean_and_stays_within_the_scale(scores):
     assert result.score - 1e-12 <= result.high <= 1
 
 
-@pytest.mark.parametrize(
-    ("n_tasks", "share", "least"),
-    # Near the ends of the scale a symmetric interval from few tasks is a little short: that is what t intervals do.
-    [(10, 0.5, 0.93), (64, 0.3, 0.93), (64, 0.9, 0.9)],
-)
-def test_the_interval_covers_the_truth_about_95_times_in_100(n_tasks, share, least):
-    """Tasks differ in difficulty, and a task's four episodes are alike: a plain binomial interval would miss often."""
-    rng, trials, covered, naive = random.Random(0), 600, 0, 0
-    for _ in range(trials):
-        scores = {}
-        for task in range(n_tasks):
-            p = rng.betavariate(share, 1 - share)  # mean `share`, mostly near 0 or 1
-            scores[str(task)] = [float(rng.random() < p) for _ in range(4)]
-        result = clustered_mean(scores)
-        covered += result.low <= share <= result.high
-        low, high = wilson_interval(result.score, 4 * n_tasks)
-        naive += low <= share <= high
-    assert least <= covered / trials <= 0.98
-    assert naive / trials < 0.88
+def test_one_task_or_one_cluster_says_nothing_of_others():
+    alone = clustered_mean({"a": [0.25, 0.5]})
+    assert (alone.score, alone.low, alone.high, alone.method) == (0.375, 0, 1, "none")
+    assert alone.as_dict() == {"score": 0.375, "ci95": [0, 1], "stderr": None, "n_tasks": 1}
+    together = clustered_mean({"a": [1.0], "b": [0.0], "c": [0.5]}, dict.fromkeys("abc", "text"))
+    assert (together.low, together.high, together.n, together.n_clusters) == (0, 1, 3, 1)
+    # Scores of which nobody knows how far they reach have no interval then.
+    assert clustered_mean({"a": [3.0]}).as_dict() == {"score": 3.0, "ci95": None, "stderr": None, "n_tasks": 1}
+    assert clustered_mean({"a": [3.0], "b": [3.0]}).as_dict()["ci95"] is None
+
+
+def test_wilson_where_tasks_are_trials_and_t_where_they_are_not():
+    trials = {str(task): [float(task < 15)] for task in range(148)}
+    assert (result := clustered_mean(trials)).method == "wilson"
+    assert (result.low, result.high) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert clustered_mean({name: values * 2 for name, values in trials.items()}).method == "t"
+    assert clustered_mean({**trials, "half": [0.5]}).method == "t"
+    assert clustered_mean(trials, {task: f"text {int(task) // 2}" for task in trials}).method == "t"
+    # Clusters of one task each are the tasks.
+    assert clustered_mean(trials, {task: f"text {task}" for task in trials}) == result
+
+
+def test_tasks_of_a_cluster_count_as_one_where_they_are_alike():
+    """Ten texts, four questions each with the text's score: the error is that of ten scores, not of forty."""
+    rng = np.random.default_rng(3)
+    of_text = {f"text {index}": float(score) for index, score in enumerate(rng.random(10))}
+    clusters = {f"{text}/{question}": text for text in of_text for question in range(4)}
+    asked = clustered_mean({task: [of_text[text]] for task, text in clusters.items()}, clusters)
+    once = clustered_mean({text: [score] for text, score in of_text.items()})
+    assert (asked.n, asked.n_clusters, once.n_clusters) == (40, 10, 10)
+    assert asked.stderr == pytest.approx(once.stderr, rel=1e-12)
+    assert (asked.low, asked.high) == pytest.approx((once.low, once.high), rel=1e-9)
+
+
+def test_a_task_without_a_cluster_is_an_error():
+    with pytest.raises(KeyError, match="b"):
+        clustered_mean({"a": [1.0], "b": [0.0]}, {"a": "text"})
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 2, 2, 3, 3, 4, 4], [1] * 10 + [10], [10, 10, 10, 10, 60], [1, 9], [2, 3]])
+def test_degrees_of_freedom_are_those_of_the_matrices(sizes):
+    n = np.array(sizes, float)
+    deviations = np.eye(len(n)) - np.outer(n / n.sum(), np.ones(len(n)))
+    model = np.diag(np.sqrt(n * (1 + (n - 1) * 0.25)))
+    eigenvalues = np.linalg.eigvalsh(model @ deviations.T @ deviations @ model)
+    assert degrees_of_freedom(sizes) == pytest.approx(eigenvalues.sum() ** 2 / (eigenvalues**2).sum(), rel=1e-9)
+    assert 1 <= degrees_of_freedom(sizes) <= len(sizes) - 1 + 1e-9
+
+
+def test_clusters_of_one_size_have_one_degree_less_than_there_are():
+    assert degrees_of_freedom([1] * 30) == 29
+    assert degrees_of_freedom([7] * 5) == 4
+
+
+@pytest.mark.parametrize("made", [pytest.param(made, id=made["case"]) for made in INSPECT["means"]])
+def test_means_and_errors_are_those_of_inspect_ai(made):
+    tasks = [str(index) for index in range(len(made["scores"]))]
+    clusters = None if made["clusters"] is None else dict(zip(tasks, made["clusters"], strict=True))
+    result = clustered_mean(dict(zip(tasks, made["scores"], strict=True)), clusters)
+    assert result.score == pytest.approx(made["mean"], abs=1e-12)
+    assert result.stderr == pytest.approx(made["stderr"], abs=1e-9)
+    low, high = max(0, made["ci"][0]), min(1, made["ci"][1])
+    if made["case"] in ("unequal_clusters", "two_clusters"):
+        # inspect_ai counts C - 1 degrees of freedom also where clusters differ in size, and covers too little there.
+        assert result.low <= low + 1e-9
+        assert result.high >= high - 1e-9
+    elif made["case"] != "binary":  # there ours is Wilson's
+        assert (result.low, result.high) == pytest.approx((low, high), abs=1e-9)
+
+
+@pytest.mark.parametrize("made", INSPECT["attempts"], ids=lambda made: f"{made['n']}-{made['c']}-{made['k']}")
+def test_pass_at_k_and_pass_hat_k_are_those_of_inspect_ai(made):
+    """Fewer episodes than k have neither, in both implementations."""
+    n, c, k = made["n"], made["c"], made["k"]
+    for ours, theirs in ((pass_at_k(n, c, k), made["pass_at"]), (pass_hat_k(n, c, k), made["pass_k"])):
+        assert (ours is None) == (theirs is None) == (n < k)
+        assert ours is None or ours == pytest.approx(theirs, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 0), (1, 1), (6, 0), (6, 2), (7, 5), (8, 8)])
+def test_pass_at_k_and_pass_hat_k_count_all_subsets(n, c):
+    right = [index < c for index in range(n)]
+    for k in range(1, n + 1):
+        subsets = [[right[index] for index in chosen] for chosen in itertools.combinations(range(n), k)]
+        assert pass_at_k(n, c, k) == pytest.approx(np.mean([any(subset) for subset in subsets]), abs=1e-15)
+        assert pass_hat_k(n, c, k) == pytest.approx(np.mean([all(subset) for subset in subsets]), abs=1e-15)
+    assert pass_at_k(n, c, n + 1) is None
+    assert pass_hat_k(n, c, n + 1) is None
+
+
+def test_pass_at_k_holds_for_many_episodes():
+    # 1 - (1 - p)^k for a huge number of episodes, of which one in a thousand is right
+    assert pass_at_k(1_000_000, 1000, 10) == pytest.approx(1 - 0.999**10, rel=1e-4)
+
+
+@pytest.mark.parametrize("arguments", [(3, 4, 1), (3, -1, 1), (3, 1, 0)])
+def test_counts_that_cannot_be_are_refused(arguments):
+    with pytest.raises(ValueError, match=rf"n={arguments[0]} .* c={arguments[1]} .* k={arguments[2]}"):
+        pass_at_k(*arguments)
+
+
+def majority_by_subsets(answers, scores, k):
+    of_answer = {
+        answer: np.mean([score for other, score in zip(answers, scores, strict=True) if other == answer])
+        for answer in set(answers) - {None}
+    }
+    earned = []
+    for subset in itertools.combinations(range(len(answers)), k):
+        votes = Counter(answers[index] for index in subset if answers[index] is not None)
+        winners = [answer for answer in votes if votes[answer] == max(votes.values())]
+        earned.append(np.mean([of_answer[answer] for answer in winners]) if winners else 0.0)
+    return np.mean(earned)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.floats(0, 1)), min_size=1, max_size=9))
+def test_majority_counts_all_subsets(episodes):
+    answers, scores = zip(*episodes, strict=True)
+    for k in range(1, len(answers) + 1):
+        assert majority_at_k(answers, scores, k) == pytest.approx(majority_by_subsets(answers, scores, k), abs=1e-9)
+    assert majority_at_k(answers, scores, len(answers) + 1) is None
+
+
+def test_majority_by_hand():
+    answers, scores = ["4", "4", "5", None], [1.0, 1.0, 0.0, 0.0]
+    assert majority_at_k(answers, scores, 1) == 0.5  # the one without an answer is not right
+    # Of the six pairs: 4 4, 4 5 twice (shared), 4 - twice, 5 -
+    assert majority_at_k(answers, scores, 2) == pytest.approx((1 + 2 * 0.5 + 2 * 1 + 0) / 6)
+    assert majority_at_k(answers, scores, 4) == 1
+    assert majority_at_k([None, None], [0.0, 0.0], 2) == 0
+    # One answer, judged differently in two episodes, is worth what it scores on the mean.
+    assert majority_at_k(["x", "x"], [1.0, 0.0], 1) == 0.5
+
+
+def test_majority_of_64_is_counted_in_no_time():
+    answers = ["right"] * 24 + [f"wrong {index % 20}" for index in range(40)]
+    began = time.perf_counter()
+    assert majority_at_k(answers, [1.0] * 24 + [0.0] * 40, 32) > 0.999
+    assert time.perf_counter() - began < 2
+
+
+def mean_of(score, low, high, stderr=0.1, n=10):
+    return Mean(score, low, high, n, stderr, n, "t")
+
+
+def test_a_suite_s_interval_is_put_together_side_by_side():
+    """Newcombe's square-and-add by hand: 0.5 (0.4, 0.7) and 0.9 (0.6, 0.95), weighted 1 to 3."""
+    suite = suite_mean([mean_of(0.5, 0.4, 0.7, 0.08), mean_of(0.9, 0.6, 0.95, 0.05, 20)], [1, 3])
+    assert suite.score == pytest.approx(0.8)
+    assert suite.low == pytest.approx(0.8 - math.sqrt(0.025**2 + 0.225**2))
+    assert suite.high == pytest.approx(0.8 + math.sqrt(0.05**2 + 0.0375**2))
+    assert suite.stderr == pytest.approx(math.sqrt(0.02**2 + 0.0375**2))
+    assert (suite.n, suite.n_clusters, suite.method) == (30, 30, "mover")
+
+
+def test_a_suite_of_one_is_that_one():
+    one = clustered_mean({str(task): [float(task < 3)] for task in range(10)})
+    suite = suite_mean([one])
+    assert (suite.score, suite.low, suite.high, suite.stderr) == pytest.approx(
+        (one.score, one.low, one.high, one.stderr)
+    )
+
+
+def test_the_difference_of_two_shares_as_published():
+    """R. G. Newcombe, "Interval estimation for the difference between independent proportions" (1998), table II,
+    method 10: 56/70 - 48/80 has (0.0524, 0.3339). The second share is taken with its sign turned, at weight 1."""
+    first, second = wilson_interval(56 / 70, 70), wilson_interval(48 / 80, 80)
+    suite = suite_mean([mean_of(0.8, *first), mean_of(-0.6, -second[1], -second[0])])
+    assert (2 * suite.low, 2 * suite.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_nothing_stands_in_for_what_a_part_of_a_suite_lacks():
+    known, alone, empty = mean_of(0.5, 0.4, 0.7), clustered_mean({"a": [2.0]}), clustered_mean({})
+    assert suite_mean([known, alone]).score == 1.25
+    assert suite_mean([known, alone]).as_dict()["ci95"] is None
+    assert suite_mean([known, alone]).as_dict()["stderr"] is None
+    assert suite_mean([known, empty]).as_dict()["score"] is None
+    assert suite_mean([known, empty], [1, 0]).score == 0.5
+    assert suite_mean([]).as_dict() == {"score": None, "ci95": None, "stderr": None, "n_tasks": 0}
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1, math.nan], [math.inf, 1], [1]])
+def test_weights_that_are_none_are_refused(weights):
+    with pytest.raises(ValueError, match="weights"):
+        suite_mean([mean_of(0.5, 0.4, 0.7)] * 2, weights)
+
+
+def test_variances_within_and_between_by_hand():
+    # Variances 2, 0, 0.5 of means 1, 4, 2.5; the last task has no repeat.
+    result = within_between_variance({"a": [0, 2], "b": [4, 4, 4], "c": [2, 3], "d": [9]})
+    assert result.within == pytest.approx(2.5 / 3)
+    assert result.between == pytest.approx(2.25 - (2 / 2 + 0 / 3 + 0.5 / 2) / 3)
+    nothing = within_between_variance({"a": [1.0], "b": []})
+    assert math.isnan(nothing.within)
+    assert math.isnan(nothing.between)
+    assert math.isnan(within_between_variance({"a": [1.0, 2.0]}).between)
+
+
+def test_variances_are_unbiased():
+    """Tasks from Beta(2, 2) asked two to four times: variance 0.05 between, and p (1 - p), 0.2 on the mean, within."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(400):
+        scores = {str(task): rng.binomial(1, rng.beta(2, 2), rng.integers(2, 5)).tolist() for task in range(20)}
+        found.append(within_between_variance(scores))
+    assert np.mean([v.within for v in found]) == pytest.approx(0.2, abs=0.006)
+    assert np.mean([v.between for v in found]) == pytest.approx(0.05, abs=0.006)
