@@ -1,11 +1,15 @@
-"""What a run folder keeps of its episodes, read back with pyarrow as a user would."""
+"""What a run folder keeps of its episodes, read back with pyarrow as a user would, and as episodes."""
 
+import json
 import math
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from envgym.rollout_file import write_rollouts
+from envgym.episode_record import to_record
+from envgym.errors import DataError
+from envgym.rollout_file import read_rollouts, write_rollouts
 from envgym.types import (
     Episode,
     Message,
@@ -41,10 +45,12 @@ def episode():
         rows=[Row(segments, turns=turns), Row([Segment("action", [8])], objective=Objective.CROSS_ENTROPY)],
         reward=0.75,
         score=0.5,
+        answer="2",
         metrics={"format": 1.0},
         messages=[
             Message.of("user", "1 + 1 = ?"),
             Message("assistant", (TextPart("zwölf → 12 🙂"),), (ToolCall("1", "add", {"a": 1}),)),
+            Message("tool", (TextPart("2"),), (), "1", "add"),
         ],
         env="sums-v0",
         group="step-000001-0/00000",
@@ -64,6 +70,7 @@ def read(path, episodes):
 def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episode):
     [record] = read(tmp_path / "step.parquet", [episode])
     first, second = record.pop("rows")
+    assert json.loads(record.pop("task_json"))["prompt"] == "1 + 1 = ?"
     assert record == {
         "id": "step-000001-0/00000:001:2",
         "env": "sums-v0",
@@ -76,18 +83,23 @@ def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episod
         "status": "truncated",
         "reason": "length",
         "error": "",
+        "retryable": False,
+        "policy_answer": "2",
         "reward": 0.75,
         "score": 0.5,
         "metrics": [("format", 1.0)],
         "seconds": 0.125,
         "fingerprints": [("task", "0123456789abcdef")],
         "messages": [
-            {"role": "user", "text": "1 + 1 = ?", "tool_calls": []},
+            {"role": "user", "text": "1 + 1 = ?", "tool_calls": [], "tool_call_id": "", "name": ""},
             {
                 "role": "assistant",
                 "text": "zwölf → 12 🙂",
                 "tool_calls": [{"id": "1", "name": "add", "arguments": '{"a": 1}', "error": ""}],
+                "tool_call_id": "",
+                "name": "",
             },
+            {"role": "tool", "text": "2", "tool_calls": [], "tool_call_id": "1", "name": "add"},
         ],
     }
     assert first["objective"] == "policy_gradient"
@@ -134,3 +146,48 @@ def test_float32_log_probabilities_keep_every_bit(tmp_path):
     rows = [Row([Segment("action", [1, 2, 3], logprobs=logprobs)])]
     [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t"), Outcome.completed(), rows=rows)])
     assert record["rows"][0]["segments"][0]["logprobs"] == logprobs
+
+
+def test_episodes_are_read_back_as_they_were(tmp_path, episode):
+    prompt = (Message.of("system", "Add."), Message.of("user", "1 + 1 = ?"))
+    fields = {"level": {"name": "easy", "steps": [1, None]}}
+    task = Task("sum-1", prompt, answer={"value": [2]}, fields=fields, difficulty=0.5, seed=2**31 + 7, env="sums")
+    unread = ToolCall("2", "", {}, error="this is no JSON")
+    other = Episode(
+        id="other",
+        task=task,
+        outcome=Outcome.failed("timeout", "it took 3 s", retryable=True),
+        rows=[Row([Segment("action", [7], weights=[0.1], logprobs=[-0.5], temperature=0.7)], turns=[])],
+        messages=[Message("assistant", (TextPart(""),), (unread,))],
+    )
+    write_rollouts(tmp_path / "episodes.parquet", [episode, other])
+    read = read_rollouts(tmp_path / "episodes.parquet")
+    assert [to_record(each) for each in read] == [to_record(episode), to_record(other)]
+    assert read[1].task == task
+
+
+def one_line(path):
+    with pytest.raises(DataError) as raised:
+        read_rollouts(path)
+    assert len(str(raised.value).splitlines()) == 1
+    return str(raised.value)
+
+
+def test_a_file_of_an_earlier_version_is_told_from_one_without_episodes(tmp_path, episode):
+    path = tmp_path / "episodes.parquet"
+    write_rollouts(path, [episode])
+    pq.write_table(pq.read_table(path).drop_columns(["task_json", "policy_answer", "retryable"]), path)
+    assert "earlier version" in one_line(path)
+    pq.write_table(pa.table({"question": ["1 + 1"], "answer": ["2"]}), path)
+    assert "holds no episodes" in one_line(path)
+    path.write_bytes(b"PAR1 and nothing more")
+    assert "cannot be read" in one_line(path)
+
+
+def test_a_row_that_is_no_episode_is_named(tmp_path, episode):
+    path = tmp_path / "episodes.parquet"
+    write_rollouts(path, [episode, episode])
+    table = pq.read_table(path)
+    bad = pa.array(["truncated", "exploded"])
+    pq.write_table(table.set_column(table.column_names.index("status"), "status", bad), path)
+    assert "row 2: this is not an episode" in one_line(path)
