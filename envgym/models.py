@@ -1,4 +1,5 @@
-"""What `--model` may be: a Hugging Face folder or hub id, a run, or a recipe that makes a model from nothing."""
+"""What `--model` may be: a Hugging Face folder or hub id, a run, one of its checkpoints, or a recipe that makes a model
+from nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from .checkpoint_model import is_checkpoint, model_of_checkpoint, other_checkpoints
 from .config import RunConfig, resolve, validated
 from .env import EnvSpec
 from .errors import ConfigError
@@ -32,7 +34,7 @@ CORPUS_TASKS = 2000
 
 
 async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
-    """The folder or hub id that `name` stands for; a model that a recipe makes is made now if it never was."""
+    """The folder or hub id that `name` stands for; the model of a recipe or checkpoint is made now if it never was."""
     if config.stages[-1].engine.kind == "openai":
         return name  # as the API knows it
     if makes_model(name):
@@ -41,9 +43,17 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
     if path.is_dir():
         if (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists():
             raise ConfigError(f"{name} is an adapter without its base: merge it first (envgym model merge {name} OUT)")
-        return str(path if (path / "config.json").exists() else policy_of_run(path))
+        if (path / "config.json").exists():
+            return str(path)
+        if is_checkpoint(path):
+            return str(
+                await model_of_checkpoint(
+                    path, config.runtime, lambda base: fetch_model(base, config, display), display
+                )
+            )
+        return str(policy_of_run(path))
     if is_path(name):
-        raise ConfigError(f"model folder {name} does not exist")
+        raise ConfigError(f"model folder {name} does not exist.{other_checkpoints(path)}".removesuffix("."))
     display.phase(f"looking for {name} on the Hugging Face hub (there is no such folder here)")
     return name
 
@@ -53,10 +63,14 @@ def policy_of_run(folder: Path) -> Path:
     if not (folder / "config.yaml").exists():
         return folder
     config = RunConfig.model_validate(read_yaml(folder / "config.yaml"))
-    model = stage_folders(folder, config)[-1].model
-    if not (model / "config.json").exists():
-        raise ConfigError(f"run {folder} has not ended, so it has left no policy: envgym train --resume {folder}")
-    return model
+    stage = stage_folders(folder, config)[-1]
+    if not (stage.model / "config.json").exists():
+        last = stage.last_checkpoint()
+        instead = f", or take its policy as it was: --model {last}" if last else ""
+        raise ConfigError(
+            f"run {folder} has not ended, so it has left no policy: envgym train --resume {folder}{instead}"
+        )
+    return stage.model
 
 
 def cache_folder() -> Path:

@@ -22,6 +22,8 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
     max_mismatch: float = 0.0
+    best: dict[str, Any] | None = None
+    """Which step's checkpoint is the best: `metric`, its `value` there, and `step`."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

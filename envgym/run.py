@@ -200,6 +200,7 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: flo
         "dropped_groups": trainer.buffer.dropped_groups if trainer else 0,
         "filtered_groups": dict(trainer.buffer.filtered) if trainer else {},
         "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
+        **({"best": progress.best} if progress and progress.best else {}),
     }
 
 

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from .config import RunConfig
 
 
+CONTROLLER = "controller.pickle"
+"""The controller's share of a checkpoint, written last."""
+
+
 class RunFolder:
     """The files of one stage of a run.
 
     config.yaml       the resolved configuration
     metrics.jsonl     one object a step
     rollouts/         every episode, one compressed columnar file a step
-    checkpoints/      what the run resumes from
+    checkpoints/      what the run resumes from; `best` is a link to the best of them
     model/            the policy at the end, as a Hugging Face folder
     model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
     adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
@@ -35,6 +39,7 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
+        self.best = self.checkpoints / "best"
         self.model = path / "model"
         self.model_ema = path / "model_ema"
         self.logs = path / "logs"
@@ -89,22 +94,46 @@ class RunFolder:
         return path
 
     def keep_checkpoint(self, written: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones."""
-        (written / "controller.pickle").write_bytes(pickle.dumps(dict(state)))
-        final = self.checkpoints / f"step_{step:06d}"
+        """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones.
+
+        The one that the state says is the best outlives the `keep` newest, and `best` is a link to it.
+        """
+        (written / CONTROLLER).write_bytes(pickle.dumps(dict(state)))
+        final = self._of_step(step)
         replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
         os.replace(written, final)
         shutil.rmtree(replaced, ignore_errors=True)
-        for old in self._kept_checkpoints()[:-keep]:
-            shutil.rmtree(old)
+        best = self.mark_best(state["progress"].get("best"))
+        spared = None if best is None else self._of_step(best["step"])
+        for old in {*self._kept_checkpoints()[:-keep]} - {spared}:
+            shutil.rmtree(old, ignore_errors=True)  # someone may be reading its model: the next one tries again
         return final
+
+    def mark_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Let the link `best` lead to the checkpoint of `best["step"]`, in one rename, or to none.
+
+        Returns `best`, or None where that checkpoint is no longer there.
+        """
+        final = None if best is None else self._of_step(best["step"])
+        if final is None or not final.is_dir():
+            if self.best.is_symlink():
+                self.best.unlink()
+            return None
+        link = self.checkpoints / "best.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        os.replace(link, self.best)
+        return best
 
     def last_checkpoint(self) -> Path | None:
         kept = self._kept_checkpoints()
         return kept[-1] if kept else None
+
+    def _of_step(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
 
     def _kept_checkpoints(self) -> list[Path]:
         """Oldest first; of one step, the replaced one before the new one."""
@@ -114,7 +143,7 @@ class RunFolder:
     def read_state(checkpoint: Path) -> dict[str, Any]:
         """The controller's state of a checkpoint that `keep_checkpoint` made."""
         try:
-            state: dict[str, Any] = pickle.loads((checkpoint / "controller.pickle").read_bytes())
+            state: dict[str, Any] = pickle.loads((checkpoint / CONTROLLER).read_bytes())
         except (OSError, pickle.UnpicklingError, EOFError) as error:
             raise RunError(
                 f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before"
@@ -128,6 +157,21 @@ def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
         return [RunFolder(folder)]
     names = [Path(stage.learner.name.partition(":")[0]).stem for stage in config.stages]
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
+
+
+def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
+    """The folder of the run that a checkpoint's path lies in, and which of its stages (from 0) left it; None where it
+    lies in no run."""
+    checkpoints = Path(os.path.abspath(checkpoint)).parent  # where it is a link to another disk, it is so by this name
+    stage = checkpoints.parent
+    if checkpoints.name != "checkpoints":
+        return None
+    if (stage / "config.yaml").is_file():
+        return stage, 0
+    number = stage.name.partition("-")[0]
+    if number.isdecimal() and int(number) > 0 and (stage.parent / "config.yaml").is_file():
+        return stage.parent, int(number) - 1
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .best_checkpoint import BestMetric
 from .buffer import Buffer
 from .config import RunConfig, StageConfig
 from .curriculum import Curriculum
@@ -84,6 +85,7 @@ class Trainer:
             needs_reward=samples,
             filter=stage.rollout.filter if samples else None,
         )
+        self.best = BestMetric(stage.checkpoint.best)
         self.held_out = HeldOut(self.play, parts.runner.spec, parts.sampling, stage.eval)
 
     async def run(self) -> None:
@@ -103,7 +105,9 @@ class Trainer:
                 boundary = self.state()
         except (Stopped, RolloutFailed):
             # Both happen while episodes are in play, so weights are those of the last whole step.
-            await self.checkpoint(boundary)
+            best = boundary["progress"]["best"]
+            if best is None or best["step"] != boundary["progress"]["step"]:  # else it is kept already, and linked to
+                await self.checkpoint(boundary)
             raise
 
     async def take_step(self) -> None:
@@ -126,7 +130,8 @@ class Trainer:
         if step or len(self.progress.record) > 1:
             self.recorder.write(self.progress.record)
         self.progress.recorded = True
-        if step and (step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)):
+        due = step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
+        if self.best.improves(self.progress) or (step and due):
             await self.checkpoint(self.state())
 
     async def roll_out(self) -> list[Group]:
@@ -269,6 +274,7 @@ class Trainer:
         state = self.folder.read_state(checkpoint)
         self.recorder.resume()
         self.progress = Progress(**state["progress"])
+        self.progress.best = self.folder.mark_best(self.progress.best)
         self.began -= self.progress.seconds["total"]
         self.cursor.load_state(state["cursor"])
         self.buffer.load_state(state["buffer"])

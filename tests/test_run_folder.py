@@ -127,6 +127,67 @@ def test_a_kill_during_a_checkpoint_of_the_same_step_loses_nothing(folder, monke
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000004"]
 
 
+def best(folder):
+    return (folder.best / "actor" / "weights").read_text()
+
+
+def checkpoint_of(folder, step, best_step, keep=1):
+    best = {"metric": "eval/score", "value": 0.5, "step": best_step}
+    return checkpoint(folder, step, keep, {"progress": {"step": step, "best": best}})
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(folder):
+    for step, best_step in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4), (6, 4)):
+        checkpoint_of(folder, step, best_step, keep=2)
+        assert best(folder) == f"of step {best_step}"
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "best", "step_000004", "step_000005", "step_000006",
+    ]  # fmt: skip
+
+
+def test_the_best_checkpoint_is_not_the_newest(folder):
+    checkpoint_of(folder, 1, 1)
+    newest = checkpoint_of(folder, 2, 1)
+    assert folder.last_checkpoint() == newest
+
+
+def test_a_best_checkpoint_that_was_deleted_is_forgotten(folder):
+    checkpoint_of(folder, 1, 1)
+    assert folder.mark_best({"step": 1}) == {"step": 1}
+    assert folder.mark_best({"step": 9}) is None
+    assert not os.path.lexists(folder.best)
+
+
+@pytest.mark.parametrize("kill_at", range(12))
+def test_a_kill_while_a_better_checkpoint_is_kept_leaves_one_that_is_whole(folder, monkeypatch, kill_at):
+    """And what the run then goes on from knows which one it was."""
+    checkpoint_of(folder, 1, 1)
+    checkpoint_of(folder, 2, 1)
+    operations = 0
+
+    def counted(operation):
+        def run(*args, **kwargs):
+            nonlocal operations
+            if operations == kill_at:
+                raise Killed
+            operations += 1
+            return operation(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "rmdir", "replace", "rename", "symlink", "mkdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        with contextlib.suppress(Killed):
+            checkpoint_of(folder, 3, 3)
+    assert best(folder) in ("of step 1", "of step 3")
+    state = folder.read_state(folder.last_checkpoint())["progress"]
+    assert folder.mark_best(state["best"]) == state["best"]
+    assert best(folder) == f"of step {state['best']['step']}"
+    checkpoint_of(folder, 4, 4)
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["best", "step_000004"]
+
+
 @pytest.mark.parametrize("content", [b"", pickle.dumps({"progress": {"step": 1}})[:-5], None])
 def test_a_checkpoint_that_cannot_be_read_is_said_in_one_line(folder, content):
     final = checkpoint(folder, 1)
