@@ -71,7 +71,7 @@ def test_a_mistake_in_a_suite_is_said_in_a_line(tmp_path, text, said):
 def test_an_unknown_suite_names_the_nearest():
     with pytest.raises(NameNotFound, match=r"Did you mean 'arithmetic'\?.*smoke"):
         find_suite("arithmetc")
-    with pytest.raises(ConfigError, match="none.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist"):
         find_suite("none.yaml")
 
 

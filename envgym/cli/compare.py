@@ -1,0 +1,98 @@
+"""`envgym compare`: one evaluation against another, on the tasks they share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from envgym.errors import ConfigError
+
+from .failures import Invocation
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from envgym.evaluation.compare import Comparison
+
+SHOWN_FLIPS = 5
+"""Tasks of an environment that are named on each side."""
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "compare",
+        "A B [--fail-below X] [--json]",
+        "Compare two evaluations task by task: what B scores more than A, how sure that is, and which tasks flipped.",
+        "envgym compare evals/before evals/after --fail-below -0.01",
+    )
+    parser.add_argument("a", metavar="A", help="evaluation to compare with: its name or folder")
+    parser.add_argument("b", metavar="B", help="evaluation that is compared: its name or folder")
+    parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 where the difference is below X")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    options, words = parser.parse_with_words(arguments)
+
+    from envgym.config import RunConfig, parse_words
+    from envgym.evaluation.compare import compare
+    from envgym.evaluation.folder import find_folder
+
+    settings = {"evals_dir": RunConfig.model_fields["evals_dir"].default, **parse_words(words)}
+    if unknown := settings.keys() - {"evals_dir", "debug"}:
+        raise ConfigError(f"envgym compare has no setting {unknown.pop()!r}: it takes evals_dir=FOLDER")
+    comparison = compare(*(find_folder(name, settings["evals_dir"]) for name in (options.a, options.b)))
+    bound = options.fail_below
+    passed = bound is None or comparison.suite["difference"] >= bound
+    gate = [] if bound is None else [("gate", f"{'passed: not' if passed else 'failed:'} below {bound:g}")]
+    print(json.dumps(comparison.as_dict(), indent=2) if options.json else _text(comparison, gate))
+    return 0 if passed else 1
+
+
+def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
+    from envgym.evaluation.table import text_table
+    from envgym.report import aligned
+
+    header = ["environment", "difference", "p", "better", "worse", "equal", "detectable"]
+    rows = [[name, *_cells(env.paired.as_dict())] for name, env in comparison.envs.items()]
+    suite = comparison.suite
+    lines = text_table([header, *rows])
+    lines += ["", *(f"{name}: {text}" for name, env in comparison.envs.items() for text in _flipped(env.flips))]
+    summary = [
+        ("A", comparison.a),
+        ("B", comparison.b),
+        ("difference", f"{_difference(suite)}   B less A, 95% interval, {suite['n_tasks']} tasks"),
+        ("p", _p(suite["p_value"])),
+    ]
+    if suite["detectable"] is not None:
+        summary.append(("detectable", f"{suite['detectable']:.3f}   found four times in five, were it there"))
+    summary += [("note", note) for note in comparison.notes]
+    return "\n".join([*lines, *([""] if lines[-1] else []), aligned([*summary, *gate])])
+
+
+def _cells(paired: dict[str, Any]) -> list[str]:
+    detectable = "" if paired["detectable"] is None else f"{paired['detectable']:.3f}"
+    counts = [str(paired[name]) for name in ("better", "worse", "equal")]
+    return [_difference(paired), _p(paired["p_value"]), *counts, detectable]
+
+
+def _difference(paired: dict[str, Any]) -> str:
+    if paired["ci95"] is None:
+        return f"{paired['difference']:+.3f}"
+    low, high = paired["ci95"]
+    return f"{paired['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def _p(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _flipped(flips: Sequence[Any]) -> list[str]:
+    """Which tasks flipped, for the better and for the worse."""
+    lines = []
+    for word, chosen in (
+        ("now done", [f for f in flips if f.b > f.a]),
+        ("no longer done", [f for f in flips if f.b < f.a]),
+    ):
+        if chosen:
+            named = ", ".join(flip.task for flip in chosen[:SHOWN_FLIPS])
+            more = f" and {len(chosen) - SHOWN_FLIPS} more" if len(chosen) > SHOWN_FLIPS else ""
+            lines.append(f"{len(chosen)} {word}: {named}{more}")
+    return lines

@@ -1,0 +1,173 @@
+"""Comparing two evaluations: the same tasks under either policy, environment by environment and as a suite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from envgym.errors import RunError
+from envgym.types import Episode
+
+from .folder import EvalFolder
+from .paired import POWER, Paired, paired_difference, sign_flip
+from .statistics import Mean, cluster_sums, suite_mean, t_quantile, t_quantile_975
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A task that one policy mostly does and the other mostly does not: mean scores under A and B."""
+
+    task: str
+    a: float
+    b: float
+
+
+@dataclass(slots=True)
+class EnvComparison:
+    """One environment under both policies. `weight` is what it counts in the suite's difference."""
+
+    paired: Paired
+    weight: float
+    clusters: Mapping[str, str]
+    flips: list[Flip] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        flips = [{"task": flip.task, "a": flip.a, "b": flip.b} for flip in self.flips]
+        return {**self.paired.as_dict(), "weight": self.weight, "flips": flips}
+
+
+@dataclass(slots=True)
+class Comparison:
+    """B against A. `notes` say what makes them less comparable than they look."""
+
+    a: str
+    b: str
+    envs: dict[str, EnvComparison]
+    notes: list[str]
+
+    @property
+    def suite(self) -> dict[str, Any]:
+        """The weighted mean of the environments' differences, with the keys of `Paired.as_dict`."""
+        weighed = [env for env in self.envs.values() if env.weight]
+        if len(weighed) == 1:
+            return weighed[0].paired.as_dict()
+        means = [Mean(p.mean, p.low, p.high, p.n, p.stderr, p.n_clusters, "t") for p in (env.paired for env in weighed)]
+        mean = suite_mean(means, [env.weight for env in weighed])
+        whole = math.fsum(env.weight for env in weighed)
+        totals = [
+            total * env.weight / whole / env.paired.n
+            for env in weighed
+            for total, _ in cluster_sums(env.paired.differences, env.clusters)
+        ]
+        df = sum(mean.n_clusters - 1 for mean in means)
+        detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr if df and mean.stderr else math.nan
+        said = mean.as_dict()
+        return {
+            "difference": said["score"],
+            "ci95": said["ci95"],
+            "stderr": said["stderr"],
+            "p_value": sign_flip(totals, 0),
+            "detectable": None if math.isnan(detectable) else detectable,
+            "n_tasks": mean.n,
+            "n_clusters": mean.n_clusters,
+            **{name: sum(getattr(env.paired, name) for env in weighed) for name in ("better", "worse", "equal")},
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        envs = {name: env.as_dict() for name, env in self.envs.items()}
+        return {"a": self.a, "b": self.b, **self.suite, "envs": envs, "notes": self.notes}
+
+
+def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
+    """Pair the tasks of two evaluations. Raises `RunError` where one is not finished or they share no task."""
+    results = [_result(folder) for folder in (a, b)]
+    episodes = [_by_part(folder) for folder in (a, b)]
+    notes = _notes(a, b, *results)
+    envs: dict[str, EnvComparison] = {}
+    for name in (name for name in results[0]["envs"] if name in results[1]["envs"]):
+        of_a, of_b = results[0]["envs"][name], results[1]["envs"][name]
+        scores_a, scores_b = (_scores(of.get(name, [])) for of in episodes)
+        both = [*episodes[0].get(name, []), *episodes[1].get(name, [])]
+        clusters = _clusters(both, of_a["cluster"])
+        paired = paired_difference(scores_a, scores_b, clusters=clusters)
+        if not paired.n:
+            notes.append(
+                f"{name}: the two share no task with a score (another seed or other tasks make other problems)"
+            )
+            continue
+        threshold = of_a["success"]["threshold"]
+        flips = [
+            Flip(_task(key), fmean(scores_a[key]), fmean(scores_b[key]))
+            for key in paired.differences
+            if _mostly(scores_a[key], threshold) != _mostly(scores_b[key], threshold)
+        ]
+        envs[name] = EnvComparison(paired, of_a["weight"], clusters, flips)
+        if of_a["weight"] != of_b["weight"]:
+            notes.append(f"{name}: its weights differ ({of_a['weight']:g} and {of_b['weight']:g}); that of A counts")
+    if not any(env.weight for env in envs.values()):
+        raise RunError(f"{a.path} and {b.path} have no task with a score in common: {'; '.join(notes) or 'no env'}")
+    return Comparison(str(a.path), str(b.path), envs, notes)
+
+
+def _result(folder: EvalFolder) -> dict[str, Any]:
+    result = folder.read_result()
+    if result is None or result["status"] != "completed":
+        raise RunError(f"evaluation {folder.path} is not finished: envgym eval --resume {folder.path}")
+    return result
+
+
+def _notes(a: EvalFolder, b: EvalFolder, result_a: Mapping[str, Any], result_b: Mapping[str, Any]) -> list[str]:
+    notes = []
+    for name, one in result_a["envs"].items():
+        if (other := result_b["envs"].get(name)) is None:
+            notes.append(f"{name}: not in {b.path}")
+            continue
+        pairs = (("code", "code"), ("settings", "spec"))
+        changed = [word for word, key in pairs if one["fingerprints"][key] != other["fingerprints"][key]]
+        if changed:
+            notes.append(f"{name}: the environment has other {' and '.join(changed)} in the two")
+        if one["sampling"] != other["sampling"]:
+            notes.append(f"{name}: the two were sampled differently")
+    notes += [f"{name}: not in {a.path}" for name in result_b["envs"] if name not in result_a["envs"]]
+    if result_a["fingerprints"]["model"] == result_b["fingerprints"]["model"] is not None:
+        notes.append("both are of the same model")
+    return notes
+
+
+def _by_part(folder: EvalFolder) -> dict[str, list[Episode]]:
+    found: dict[str, list[Episode]] = {}
+    for (group, _), episode in folder.journal.judged().items():
+        found.setdefault(group.rpartition("/")[0], []).append(episode)
+    return found
+
+
+def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for episode in episodes:
+        if not episode.failed and episode.score is not None:
+            found.setdefault(_key(episode), []).append(episode.score)
+    return found
+
+
+def _clusters(episodes: Sequence[Episode], name: str | None) -> dict[str, str]:
+    """The cluster of each problem: its task or, with `name`, what that field of the task says."""
+    if name is None:
+        return {_key(episode): episode.task.key for episode in episodes}
+    return {_key(episode): str(episode.task.fields.get(name, episode.task.key)) for episode in episodes}
+
+
+def _key(episode: Episode) -> str:
+    """What is the same problem: the task, what it says, and the seed it was posed with."""
+    return f"{episode.fingerprints.get('task', '')}@{episode.seed}@{episode.task.key}"
+
+
+def _task(key: str) -> str:
+    return key.split("@", 2)[2]
+
+
+def _mostly(scores: Sequence[float], threshold: float) -> bool:
+    """Whether at least half of the episodes were successes."""
+    return sum(score >= threshold - 1e-9 for score in scores) * 2 >= len(scores)
