@@ -35,15 +35,20 @@ class Journal:
 
     def judged(self) -> dict[Place, Episode]:
         """The episodes with the last that was said of them, in the same order."""
-        found: dict[Place, Episode] = {}
+        return {(episode.group, episode.member): episode for episode in self._read()}
+
+    def episodes(self) -> list[Episode]:
+        """The same of a file that may have been joined from several, whose places have one name: an episode is the one
+        before it, judged, where the two are alike in what was said."""
+        found: list[Episode] = []
+        last: dict[Place, int] = {}
         for episode in self._read():
             place = (episode.group, episode.member)
-            if (earlier := found.get(place)) is not None and earlier.task.key != episode.task.key:
-                raise DataError(
-                    f"{self.path} holds two episodes of group {episode.group!r}, member {episode.member}: of several "
-                    "files make a folder, not one file"
-                )
-            found[place] = episode
+            if place in last and _is_same(found[last[place]], episode):
+                found[last[place]] = episode
+            else:
+                last[place] = len(found)
+                found.append(episode)
         return found
 
     def open(self) -> None:
@@ -88,6 +93,15 @@ class Journal:
 def episode_line(episode: Episode) -> str:
     """The episode as a line of JSON. What JSON does not know (a date in a task's fields) is written as text."""
     return json.dumps(to_record(episode), default=str) + "\n"
+
+
+def _is_same(one: Episode, other: Episode) -> bool:
+    return (one.id, one.task.key, one.seconds, one.messages) == (
+        other.id,
+        other.task.key,
+        other.seconds,
+        other.messages,
+    )
 
 
 def _is_whole(last: str | bytes) -> bool:

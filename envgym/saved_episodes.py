@@ -46,7 +46,7 @@ def _read_file(path: Path) -> list[Episode]:
     if path.suffix == ".parquet":
         return read_rollouts(path)
     if path.suffix == ".jsonl":
-        return list(Journal(path).judged().values())
+        return Journal(path).episodes()
     raise DataError(f"{path}: episodes are read from files that end with {' or '.join(SUFFIXES)}")
 
 

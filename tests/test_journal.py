@@ -69,11 +69,14 @@ def test_a_line_that_is_no_episode_is_named(journal, line, said):
     assert said in str(raised.value)
 
 
-def test_files_that_were_joined_are_refused(journal):
-    journal.write(episode(0, task="a"))
-    journal.write(episode(0, task="b"))
-    with pytest.raises(DataError, match="two episodes of group"):
-        journal.judged()
+def test_of_joined_files_every_episode_is_read(journal):
+    first, second = episode(0, score=0.0), episode(0, score=1.0)
+    second.seconds = 0.5
+    for each in (first, second, episode(0, task="other"), episode(1), episode(1, score=0.25)):
+        journal.write(each)
+    assert [(each.task.id, each.score) for each in journal.episodes()] == [
+        ("t", 0.0), ("t", 1.0), ("other", None), ("t", 0.25)
+    ]  # fmt: skip
 
 
 def test_a_full_disk_is_one_line(tmp_path):

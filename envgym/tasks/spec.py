@@ -30,6 +30,9 @@ class DataEnvSpec(EnvSpec):
     answer_required: ClassVar[bool] = True
     """Whether every row must have an answer, text or a number; else it may be any value, or missing (None)."""
 
+    given: TaskSet | None = None
+    """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
+
     _splits: TaskSplits | None = None
 
     async def setup(self) -> None:
@@ -43,7 +46,7 @@ class DataEnvSpec(EnvSpec):
         if split not in ("train", "test"):
             raise ConfigError(f"environment {self.id} has the splits train and test, not {split!r}")
         if self.config.data is None:
-            return self.own_tasks(split)
+            return self.own_tasks(split) if self.given is None else self.given
         if self._splits is None:
             raise RuntimeError("tasks are read from data by setup, which has not run")
         return self._splits.train if split == "train" else self._splits.test

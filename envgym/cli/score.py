@@ -1,0 +1,88 @@
+"""`envgym score`: judge saved episodes again by another environment or reward model, without sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.errors import ConfigError
+
+from .failures import Invocation
+from .parser import Parser, resolve_options
+
+if TYPE_CHECKING:
+    from envgym.evaluation.statistics import Mean
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    # What the files are called is no key=value word, so that it is taken off before those are looked at.
+    parser = Parser(
+        "score",
+        "FILE (--env E | --config FILE) --out FILE [key=value …]",
+        "Judge the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) again, by an environment.\n"
+        "It is reset on each saved task and given the recorded turns; nothing is sampled.",
+        "envgym score best.jsonl --env my_reward.py --out scored.parquet",
+    )
+    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--out", metavar="FILE", help="where the judged episodes go: a .jsonl or .parquet file")
+    parser.add_argument("--overwrite", action="store_true", help="replace that file")
+    source, rest = _take_source(arguments)
+    options, words = parser.parse_with_words(rest)
+    if source is None:
+        raise ConfigError("which episodes? Give a file or a folder of them. See: envgym score --help")
+    if options.out is None:
+        raise ConfigError("envgym score needs --out, where the judged episodes go. See: envgym score --help")
+    if options.env is None and options.config is None:
+        raise ConfigError("envgym score needs --env, what is to judge. See: envgym score --help")
+    config = resolve_options(options, words)
+    invocation.debug |= config.debug
+
+    from envgym.display import open_display
+    from envgym.report import aligned
+    from envgym.rescoring import rescore
+
+    display = open_display()
+    try:
+        result = rescore(config, Path(source), Path(options.out), display, overwrite=options.overwrite)
+    finally:
+        display.close()
+    print(aligned(_lines(result, options.out)))
+    return 0
+
+
+def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file that is named, wherever it stands, and the other arguments."""
+    rest = list(arguments)
+    for place, word in enumerate(rest):
+        after_option = place > 0 and rest[place - 1] in ("--env", "--config", "--out")
+        if not after_option and not word.startswith("-") and "=" not in word:
+            return word, rest[:place] + rest[place + 1 :]
+    return None, rest
+
+
+def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
+    from envgym.report import counts, duration
+
+    skipped = f"; {sum(result['skipped'].values())} that had failed are as they were" if result["skipped"] else ""
+    lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]
+    for what in ("score", "reward"):
+        before, after = result[what]["before"], result[what]["after"]
+        if before is not None or after is not None:
+            lines.append((what, f"{_mean(before)}  ->  {_mean(after)}   95% intervals"))
+    lines.append(("changed", f"{result['changed']} episodes"))
+    if result["short"]:
+        lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
+    if result["unused"]:
+        lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
+    return [
+        *lines,
+        ("failed", counts(result["failures"]) or "0"),
+        ("time", duration(result["seconds"])),
+        ("file", out),
+    ]
+
+
+def _mean(mean: Mean | None) -> str:
+    return "none" if mean is None else f"{mean.score:.3f} [{mean.low:.3f}, {mean.high:.3f}]"

@@ -1,0 +1,278 @@
+"""Rolling out into a file: what `envgym rollout` does.
+
+While episodes are played they are kept in the folder `FILE.unfinished`, so that a kill loses none that had ended; the
+file itself appears when all have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .config import Component, RunConfig, StageConfig
+from .env import EnvSpec
+from .errors import ConfigError, DataError, RunError, WorkerError
+from .evaluation.model_fingerprint import model_fingerprint
+from .evaluation.statistics import clustered_mean
+from .fingerprint import task_hash
+from .journal import Journal, Place
+from .models import fetch_model
+from .placement import make_agent, make_runner, prepared, sampling_of, start_sampling
+from .rollout import Play
+from .run_folder import RunFolder, write_atomically
+from .saved_episodes import check_target, write_episodes
+from .types import Episode, Group, Status, Task
+
+if TYPE_CHECKING:
+    from .display import Display
+
+DEFAULT_TASKS = 512
+"""Tasks that are played unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tasks are played how often, and what is kept.
+
+    Tasks `first` to before `last` of a split (`last` None: to the end, which there must be; both None: the first
+    `DEFAULT_TASKS`), `samples` episodes of each or, with `best`, the best of them.
+    """
+
+    split: str = "train"
+    first: int | None = None
+    last: int | None = None
+    samples: int = 1
+    best: bool = False
+
+    @property
+    def purpose(self) -> str:
+        """What the groups are named by: files of other tasks have other groups."""
+        return f"rollout-{self.split}-{self.first or 0:05d}"
+
+
+def collect(
+    config: RunConfig, selection: Selection, out: Path, display: Display, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Play the last stage's environment with its model, write the episodes to `out` and return what came of it.
+
+    What an earlier call with the same settings has played is not played again. Keys: env, model, split, tasks,
+    episodes (played), written, score and ci95 of those played (None: none was scored), truncated, failures (kind ->
+    count), empty (tasks of which none was kept), tokens, seconds. Raises `EnvgymError`; Ctrl-C is a `KeyboardInterrupt`
+    that says what is kept.
+    """
+    check_target(out, overwrite=overwrite)
+    work = Unfinished(out)
+    with work.held():
+        work.begin(_settings(config.stages[-1], config, selection), overwrite=overwrite)
+        try:
+            groups, seconds = asyncio.run(_play(config, selection, work, display))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(work.kept()) from None
+        except WorkerError as error:
+            raise type(error)(f"{error}; {work.kept()}") from None
+        finally:
+            work.leave()
+        written = [best for group in groups if (best := best_of(group.episodes))] if selection.best else []
+        if not selection.best:
+            written = [episode for group in groups for episode in group.episodes]
+        write_episodes(out, written)
+        work.remove()
+    stage = config.stages[-1]
+    result = {"env": stage.env.name, "model": stage.model, "split": selection.split}
+    return {**result, **_summary(groups), "written": len(written), "seconds": seconds}
+
+
+def best_of(episodes: Sequence[Episode]) -> Episode | None:
+    """The episode with the highest score, or reward where none has a score; the first of equals. None where all
+    failed."""
+    finished = [episode for episode in episodes if not episode.failed]
+    by = "reward" if all(episode.score is None for episode in finished) else "score"
+
+    def rank(episode: Episode) -> float:
+        value: float | None = getattr(episode, by)
+        return -float("inf") if value is None else value
+
+    return max(finished, key=rank, default=None)
+
+
+class Unfinished:
+    """The folder beside the target in which a rollout is kept until it is whole: settings, episodes, workers' logs."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.with_name(out.name + ".unfinished")
+        self.journal = Journal(self.path / "episodes.jsonl")
+        self._settings_file = self.path / "settings.yaml"
+        self._model_file = self.path / "model"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else writes here meanwhile. Raises `RunError` where somebody does."""
+        self.path.mkdir(exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"another envgym rollout is writing to {self.path}") from None
+            yield
+
+    def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Go on with what is here where it was made with these settings. Raises `RunError` where it was not, unless it
+        may be overwritten."""
+        if self.journal.played():
+            old = yaml.safe_load(self._settings_file.read_text(encoding="utf-8"))
+            if changed := _differences(old, settings):
+                if not overwrite:
+                    raise RunError(
+                        f"{self.path} holds episodes that were played with other settings ({'; '.join(changed)}): "
+                        "give those, name another file, or begin anew with --overwrite"
+                    )
+                self.journal.path.unlink()
+        (self.path / "logs").mkdir(exist_ok=True)
+        write_atomically(self._settings_file, yaml.safe_dump(dict(settings), sort_keys=False))
+        self.journal.open()
+
+    def check_model(self, model: str) -> None:
+        """Raise `RunError` where the episodes that are here were sampled from other weights."""
+        found = str(model_fingerprint(model))
+        if self.journal.played() and self._model_file.read_text(encoding="utf-8") != found:
+            raise RunError(
+                f"{self.path} holds episodes from before, and the model is not what it was since: begin anew with "
+                "--overwrite, or name another file"
+            )
+        write_atomically(self._model_file, found)
+
+    def leave(self) -> None:
+        """What was begun and came to nothing is not worth a folder; workers' logs are, where they say something."""
+        says_something = any(log.stat().st_size for log in (self.path / "logs").glob("*"))
+        if not self.journal.played() and not says_something:
+            self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def kept(self) -> str:
+        """What is here, and how to go on."""
+        count = len(self.journal.played())
+        if not count:
+            return "no episode had ended"
+        return f"{count} episodes are kept in {self.path}; the same command goes on from there"
+
+
+def _settings(stage: StageConfig, config: RunConfig, selection: Selection) -> dict[str, Any]:
+    """Everything that episodes depend on."""
+    kept = {
+        "env", "agent", "model", "data", "render", "engine", "max_tokens", "temperature", "top_p", "top_k", "dtype"
+    }  # fmt: skip
+    settings = stage.model_dump(mode="json")
+    flat = {**settings, **settings["rollout"], "dtype": stage.workers.dtype}
+    run = {"seed": config.seed, "deterministic": config.deterministic}
+    return {**{key: flat[key] for key in flat if key in kept}, **run, **asdict(selection)}
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """`key was 1 and is 2` for what differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        names = [*old, *(name for name in new if name not in old)]
+        dot = f"{key}." if key else ""
+        return [text for name in names for text in _differences(old.get(name), new.get(name), f"{dot}{name}")]
+    return [] if old == new else [f"{key} was {old!r:.60} and is {new!r:.60}"]
+
+
+async def _play(
+    config: RunConfig, selection: Selection, work: Unfinished, display: Display
+) -> tuple[list[Group], float]:
+    stage = config.stages[-1]
+    began = time.monotonic()
+    display.phase(f"setting up {stage.env.name}")
+    async with prepared(config, stage, RunFolder(work.path)) as place:
+        tasks = await _tasks(place.spec, selection, display)
+        kept = work.journal.played()
+        _check_kept(kept, tasks, place.spec, selection, work.path)
+        model = await fetch_model(stage.model, config, display)
+        work.check_model(model)
+        if not stage.agent_config()[0].samples:  # it plays what is recorded, not the policy
+            stage.agent = Component(name=place.spec.agent)
+        agent = make_agent(stage, model)
+        engine, context = await start_sampling(config, stage, [place], agent, model, display)
+        runner = make_runner(config, stage, place.spec, agent, engine, context)
+        play = Play(selection.purpose, sampling_of(stage, agent.renderer.stop_token_ids), selection.samples)
+        if kept:
+            display.note(f"{len(kept)} episodes are kept from before")
+        display.phase("playing")
+        groups = await runner.play(tasks, play, display.rollout, kept=kept, on_episode=work.journal.write)
+    return groups, time.monotonic() - began
+
+
+async def _tasks(spec: EnvSpec, selection: Selection, display: Display) -> list[Task]:
+    tasks, first, last = spec.tasks(selection.split), selection.first or 0, selection.last
+    size, split = tasks.size, selection.split
+    if size is None:
+        if last is None and selection.first is not None:
+            raise ConfigError(f"--tasks: the {split} tasks of {spec.id} have no end: say where to stop, FIRST:LAST")
+    elif first >= size:
+        raise DataError(f"--tasks: environment {spec.id} has {size} {split} tasks, none from {first} on")
+    if last is None:
+        last = DEFAULT_TASKS if selection.first is None else size or 0
+        if selection.first is None and (size is None or size > last):
+            of = "tasks without end" if size is None else f"{size} tasks"
+            display.note(f"playing the first {last} of {split} {of}; others with --tasks FIRST:LAST")
+    elif size is not None and last > size:
+        display.note(f"there are only {size} {split} tasks")
+    stop = last if size is None else min(last, size)
+    return [await tasks.get(index) for index in range(first, stop)]
+
+
+def _check_kept(
+    kept: Mapping[Place, Episode], tasks: Sequence[Task], spec: EnvSpec, selection: Selection, folder: Path
+) -> None:
+    """Refuse to mix episodes of an environment or of data that have changed since."""
+    places = {f"{selection.purpose}/{index:05d}": task for index, task in enumerate(tasks)}
+    codes: dict[int, dict[str, str]] = {}
+    for (group, _), episode in kept.items():
+        task = places.get(group)
+        if task is None or episode.fingerprints.get("task") != task_hash(task):
+            what = f"task {episode.task.key} is not what it was"
+        else:
+            part = spec.of(task)
+            now = codes.setdefault(id(part), part.fingerprint())
+            if all(episode.fingerprints.get(name) == value for name, value in now.items()):
+                continue
+            what = f"the code or the settings of environment {part.id} have changed"
+        raise RunError(
+            f"{folder} holds episodes from before, and {what} since: begin anew with --overwrite, or name another file"
+        )
+
+
+def _summary(groups: Sequence[Group]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    finished = [episode for episode in episodes if not episode.failed]
+    scores: dict[str, list[float]] = {}
+    for episode in finished:
+        if episode.score is not None:
+            scores.setdefault(episode.task.key, []).append(episode.score)
+    mean = clustered_mean(scores)
+    return {
+        "tasks": len(groups),
+        "episodes": len(episodes),
+        "score": mean.score if scores else None,
+        "ci95": [mean.low, mean.high] if scores else None,
+        "truncated": sum(episode.outcome.status is Status.TRUNCATED for episode in finished),
+        "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
+        "empty": sum(all(episode.failed for episode in group.episodes) for group in groups),
+        "tokens": sum(sampled_tokens(episode) for episode in finished),
+    }
+
+
+def sampled_tokens(episode: Episode) -> int:
+    """Tokens the policy sampled; an API tells their number alone."""
+    return sum(row.n_action_tokens for row in episode.rows) or int(episode.metrics.get("completion_tokens", 0))
