@@ -1,0 +1,146 @@
+"""Two evaluations side by side: what is paired, what is only noted, and the gate."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envgym.display import Display
+from envgym.errors import RunError
+from envgym.evaluation.compare import compare
+from envgym.evaluation.folder import EvalFolder
+from envgym.evaluation.policy import new_evaluation, run_evaluation
+from envgym.evaluation.suite import Suite
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+SCRIPTED = '''
+import json
+from pathlib import Path
+
+import envgym
+
+
+class Scripted(envgym.Env):
+    """Pays what scores.json says of the task; None breaks the episode."""
+
+    async def reset(self, *, seed=None, options=None):
+        self.number = str(options["task"].seed - 2**31)
+        return [{"role": "user", "content": "?"}], {}
+
+    async def step(self, action):
+        score = json.loads(Path("scores.json").read_text())[self.number]
+        if score is None:
+            raise ValueError("broken")
+        return [], None, True, False, {"score": score}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scripted.py").write_text(SCRIPTED)
+    return tmp_path
+
+
+@pytest.fixture
+def play(tiny_model, folder):
+    def play(name, *scores, weight=1.0, **more):
+        Path("scores.json").write_text(json.dumps(dict(enumerate(scores))))
+        suite = Suite(
+            tasks=len(scores),
+            environments={"one": {"env": "scripted.py:Scripted", "weight": weight}, **more.pop("environments", {})},
+        )
+        settings = {
+            "model": str(tiny_model), "engine": {"kind": "transformers"}, "debug": True, "name": name,
+            "rollout": {"max_tokens": 2, "refills": 0}, **more,
+        }  # fmt: skip
+        run_evaluation(new_evaluation(settings, suite=suite), Display())
+        return EvalFolder(Path("evals", name))
+
+    return play
+
+
+def test_tasks_are_paired_and_what_one_side_lacks_is_counted(play):
+    a = play("a", 0.0, 1.0, 1.0, None, 0.0, 0.5)
+    b = play("b", 1.0, 1.0, 0.0, 1.0, 1.0, None)
+    found = compare(a, b).as_dict()
+    # By hand: +1, 0, -1, +1 on the four that both have.
+    assert found["difference"] == 0.25
+    assert (found["n_tasks"], found["better"], found["worse"], found["equal"]) == (4, 2, 1, 1)
+    one = found["envs"]["one"]
+    assert (one["only_a"], one["only_b"]) == (1, 1)
+    # The mean of the four has variance (sum of squares 3 - 4 * 0.25^2) / 3 / 4.
+    assert one["stderr"] == pytest.approx(((3 - 0.25) / 12) ** 0.5)
+    # Of the 2^3 ways to sign three ones, all but none are at least 1 away from 0.
+    assert one["p_value"] == 1.0
+    assert [(flip["task"][-1], flip["a"], flip["b"]) for flip in one["flips"]] == [
+        ("8", 0.0, 1.0), ("0", 1.0, 0.0), ("2", 0.0, 1.0),
+    ]  # fmt: skip
+
+
+def test_the_suites_difference_is_weighted(play):
+    other = {"environments": {"two": {"env": {"name": "scripted.py:Scripted"}, "weight": 3, "tasks": 2}}}
+    a = play("a", 0.0, 0.0, 0.0, 0.0, **other)
+    b = play("b", 1.0, 0.0, 1.0, 1.0, **other)
+    found = compare(a, b)
+    assert found.envs["one"].paired.mean == 0.75
+    assert found.envs["two"].paired.mean == 0.5
+    assert found.suite["difference"] == pytest.approx((0.75 + 3 * 0.5) / 4)
+    low, high = found.suite["ci95"]
+    assert low < found.suite["difference"] < high
+
+
+def test_other_problems_are_not_paired(play):
+    a, b = play("a", 1.0, 0.0), play("b", 1.0, 0.0, seed=1)
+    with pytest.raises(RunError, match=r"no task with a score in common.*another seed"):
+        compare(a, b)
+
+
+def test_what_makes_two_evaluations_less_alike_is_noted(play):
+    a = play("a", 1.0, 0.0)
+    b = play("b", 1.0, 0.0, rollout={"max_tokens": 3, "refills": 0}, weight=2.0)
+    notes = "\n".join(compare(a, b).notes)
+    assert "sampled differently" in notes
+    assert "weights differ (1 and 2)" in notes
+    assert "both are of the same model" in notes
+    Path("scripted.py").write_text(SCRIPTED + "\n# another version\n")
+    c = play("c", 1.0, 0.0, environments={"more": "scripted.py:Scripted"})
+    notes = "\n".join(compare(a, c).notes)
+    assert "more: not in evals/a" in notes
+
+
+def test_the_gate_is_the_exit_status(play, folder):
+    play("a", 1.0, 1.0, 1.0, 0.0)
+    play("b", 1.0, 0.0, 1.0, 0.0)
+
+    def run(*words):
+        return subprocess.run([ENVGYM, "compare", *words], capture_output=True, text=True, timeout=60)
+
+    assert run("a", "b").returncode == 0
+    passed, failed = run("a", "b", "--fail-below", "-0.25"), run("a", "b", "--fail-below", "-0.2")
+    assert (passed.returncode, failed.returncode) == (0, 1)
+    assert "-0.250 [" in passed.stdout
+    assert "passed: not below -0.25" in passed.stdout
+    assert "failed: below -0.2" in failed.stdout
+    assert "1 no longer done: seed-2147483649" in passed.stdout
+    told = run("evals/a", "evals/b", "--json", "--fail-below=-0.2")
+    assert (json.loads(told.stdout)["difference"], told.returncode) == (-0.25, 1)
+
+
+def test_mistakes_are_a_line(play, folder):
+    play("a", 1.0)
+    result = Path("evals/a/result.json")
+    result.write_text(json.dumps({**json.loads(result.read_text()), "status": "running"}))
+    for words, said in {
+        ("a", "nothing"): "no evaluation 'nothing' in evals/",
+        ("a", "a"): "is not finished: envgym eval --resume",
+        ("a",): "the following arguments are required: B",
+        ("a", "a", "--fail-below", "x"): "--fail-below: invalid float value",
+    }.items():
+        done = subprocess.run([ENVGYM, "compare", *words], capture_output=True, text=True, timeout=60)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert said in line

@@ -1,0 +1,225 @@
+"""An evaluation as a whole: what it leaves in its folder, and that a kill costs nothing that had ended."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from envgym import api
+from envgym.display import Display
+from envgym.errors import ConfigError, EnvgymError, RunError
+from envgym.evaluation.folder import EvalFolder
+from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
+from envgym.evaluation.result import result_of
+from envgym.evaluation.suite import Suite
+from envgym.types import Group
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+COUNTED = '''
+import time
+from pathlib import Path
+
+import envgym
+
+
+class Counted(envgym.Env):
+    """Writes down every episode that begins; pays by the length of the answer; some tasks break."""
+
+    async def reset(self, *, seed=None, options=None):
+        self.task = options["task"]
+        with open("began.txt", "a") as file:
+            file.write(self.task.id + "\\n")
+        if Path("slow").exists():
+            import asyncio
+
+            await asyncio.sleep(0.05)
+        return [{"role": "user", "content": "say something"}], {}
+
+    async def step(self, action):
+        if self.task.id.endswith("3") and not Path("mended").exists():
+            raise ValueError("broken")
+        return [], None, True, False, {"score": min(1.0, len(action.text) / 20), "answer": action.text[:1] or None}
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("counted.py").write_text(COUNTED)
+    return tmp_path
+
+
+def settings(model, **more):
+    return {
+        "model": str(model), "engine": {"kind": "transformers"}, "debug": True,
+        "rollout": {"max_tokens": 6, "concurrency": 4, "refills": 0}, "seed": 3, **more,
+    }  # fmt: skip
+
+
+SUITE = Suite(
+    tasks=6,
+    samples=2,
+    environments={
+        "counted": {"env": "counted.py:Counted", "weight": 3},
+        "sums": {"env": "math_verify", "samples": 1},
+        "shown": {"env": "counted.py:Counted", "weight": 0, "tasks": 2, "sampling": {"temperature": 0}},
+    },
+)
+
+
+@pytest.fixture
+def evaluated(tiny_model, folder):
+    evaluation = new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
+    return run_evaluation(evaluation, Display()), EvalFolder(Path("evals/first"))
+
+
+def groups_of(folder, name):
+    episodes = [episode for (group, _), episode in folder.journal.judged().items() if group.startswith(f"{name}/")]
+    ids = dict.fromkeys(episode.group for episode in episodes)
+    return [Group(id, of[0].task, of) for id in ids if (of := [e for e in episodes if e.group == id])]
+
+
+def test_a_folder_holds_the_result_a_table_every_episode_and_how_it_was_made(evaluated, tiny_model):
+    result, folder = evaluated
+    assert json.loads(folder.result_file.read_text()) == result
+    assert (result["status"], result["seed"], result["model"]) == ("completed", 3, str(tiny_model))
+    assert set(result["envs"]) == {"counted", "sums", "shown"}
+    counted = result["envs"]["counted"]
+    assert (counted["n_episodes"], counted["samples"], counted["failures"]) == (12, 2, {"environment": 2})
+    for name in result["envs"]:
+        again = result_of(groups_of(folder, name))
+        assert {key: result["envs"][name][key] for key in again} == again
+        assert all(result["envs"][name]["fingerprints"][of] for of in ("code", "spec", "tasks"))
+    assert result["envs"]["shown"]["sampling"]["temperature"] == 0
+    assert result["score"] == pytest.approx((3 * counted["score"] + result["envs"]["sums"]["score"]) / 4)
+    assert result["failures"] == {"environment": 2}
+    assert result["n_episodes"] == 12 + 6 + 4
+    rows = list(csv.DictReader(folder.csv_file.open()))
+    assert [row["env"] for row in rows] == list(result["envs"])
+    assert float(rows[0]["score"]) == counted["score"]
+    assert len(result["fingerprints"]["model"]) == 16
+
+
+def test_a_finished_evaluation_that_goes_on_plays_nothing(evaluated):
+    result, folder = evaluated
+    began = Path("began.txt").read_text()
+    journal = folder.journal.path.read_bytes()
+    again = run_evaluation(resumed_evaluation("first", "evals"), Display())
+    assert Path("began.txt").read_text() == began
+    assert folder.journal.path.read_bytes() == journal
+    del again["seconds"], result["seconds"]
+    assert again == result
+
+
+def test_what_failed_is_played_again_where_that_is_asked_for(evaluated):
+    result, _ = evaluated
+    Path("mended").touch()
+    Path("began.txt").unlink()
+    again = run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
+    assert Path("began.txt").read_text().split() == ["seed-2147483653"] * 2
+    assert again["failures"] == {}
+    assert again["envs"]["counted"]["n_tasks"] == 6
+    assert result["envs"]["counted"]["n_tasks"] == 5
+
+
+def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
+    (folder / "suite.yaml").write_text("environments: {counted: {env: 'counted.py:Counted', tasks: 60, samples: 2}}\n")
+    (folder / "slow").touch()
+    words = [
+        "--suite", "suite.yaml", "--model", str(tiny_model), "--name", "killed", "engine.kind=transformers",
+        "debug=true", "rollout.max_tokens=4", "rollout.concurrency=3", "rollout.refills=0",
+    ]  # fmt: skip
+    child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.DEVNULL, start_new_session=True)
+    journal = EvalFolder(folder / "evals/killed").journal
+    deadline = time.monotonic() + 120
+    while len(journal.played()) < 20:
+        assert time.monotonic() < deadline, "no episode ended"
+        assert child.poll() is None
+        time.sleep(0.05)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    before = journal.played()
+    assert 20 <= len(before) < 120
+    with journal.path.open("a") as file:
+        file.write('{"id": "cut sho')
+    began = len((folder / "began.txt").read_text().split())
+    done = subprocess.run([ENVGYM, "eval", "--resume", "killed"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    after = journal.played()
+    assert len(after) == 120
+    assert {place: after[place] for place in before} == before
+    assert len(journal.path.read_text().splitlines()) == 120
+    played = len((folder / "began.txt").read_text().split()) - began
+    assert played == 120 - len(before)
+    assert "60 tasks" not in done.stdout  # those that break have no score
+    assert "54 tasks" in done.stdout
+
+
+def test_ctrl_c_keeps_what_ended_and_says_how_to_go_on(tiny_model, folder):
+    (folder / "slow").touch()
+    words = [
+        "--env", "counted.py:Counted", "--model", str(tiny_model), "--name", "first", "engine.kind=transformers",
+        "debug=true", "rollout.max_tokens=4", "rollout.concurrency=2", "eval.tasks=400", "eval.greedy=false",
+    ]  # fmt: skip
+    child = subprocess.Popen([ENVGYM, "eval", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = EvalFolder(folder / "evals/first").journal
+    deadline = time.monotonic() + 120
+    while len(journal.played()) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert said.splitlines()[-1].endswith("go on with: envgym eval --resume evals/first")
+    assert len(journal.played()) >= 5
+
+
+def test_an_evaluation_in_which_nothing_was_scored_says_so(tiny_model, folder):
+    (folder / "broken.py").write_text(COUNTED.replace('if self.task.id.endswith("3") and', "if"))
+    words = ["--env", "broken.py:Counted", "--model", tiny_model, "engine.kind=transformers", "debug=true",
+             "eval.tasks=3", "eval.greedy=false", "rollout.max_tokens=4"]  # fmt: skip
+    done = subprocess.run([ENVGYM, "eval", *map(str, words)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "environment 3" in done.stdout
+    assert "no episode was scored" in done.stderr.splitlines()[-1]
+
+
+def test_a_name_is_taken_once_and_a_folder_without_an_episode_is_not_kept(evaluated, tiny_model, folder):
+    with pytest.raises(RunError, match="exists: choose another --name, or go on with --resume first"):
+        new_evaluation(settings(tiny_model, name="first"), suite=SUITE)
+    with pytest.raises(EnvgymError, match="nowhere"):
+        run_evaluation(new_evaluation(settings("./nowhere", name="second"), suite=SUITE), Display())
+    assert not Path("evals/second").exists()
+    with pytest.raises(RunError, match="no evaluation 'third'"):
+        resumed_evaluation("third", "evals")
+
+
+def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
+    import shutil
+
+    shutil.copytree(tiny_model, "model")
+    evaluation = new_evaluation(settings("model", name="first", eval={"tasks": 2}), suite=SUITE)
+    run_evaluation(evaluation, Display())
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
+    with pytest.raises(ConfigError, match="not what it was when this evaluation began"):
+        run_evaluation(resumed_evaluation("first", "evals"), Display())
+
+
+def test_an_endless_environment_needs_a_number_of_tasks(tiny_model, folder):
+    endless = Suite(environments={"counted": "counted.py:Counted"})
+    with pytest.raises(ConfigError, match="tasks without end"):
+        run_evaluation(new_evaluation(settings(tiny_model), suite=endless), Display())
+
+
+def test_from_python_a_suite_is_an_argument(tiny_model, folder):
+    result = api.evaluate(settings(tiny_model, evals_dir="own"), suite=SUITE, quiet=True)
+    assert result["suite"] == "suite"
+    assert len(list(Path("own").glob("*/result.json"))) == 1
