@@ -25,7 +25,7 @@ ENVGYM = Path(sys.executable).with_name("envgym")
 PAGES = {
     path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
 }
-LONG = {"train", "eval", "model"}
+LONG = {"train", "eval", "compare", "model"}
 """Commands that sample or train: minutes."""
 SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
@@ -57,6 +57,9 @@ def write_files(page: str, folder: Path) -> list[str]:
             (folder / name.group(1)).write_text(block)
         else:
             code.append(block)
+    for block in blocks(page, "yaml"):
+        if name := re.match(r"# (\S+\.yaml)\n", block):
+            (folder / name.group(1)).write_text(block)
     [row] = [json.loads(block) for block in blocks("math_verify.md", "json")]
     rows = [{**row, "question": f"{row['question']} ({number})"} for number in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
