@@ -63,7 +63,13 @@ def clustered_mean(scores: Mapping[str, Sequence[float]], clusters: Mapping[str,
         sqrt(C / (C - 1) * sum over clusters of (sum over its tasks of (task mean - mean))^2) / n
 
     The interval is Wilson's where tasks are trials: every score is 0 or 1, one for each task, each task its own
-    cluster. Otherwise it is Student's t around the mean (`degrees_of_freedom`), inside [0, 1] where all scores are.
+    cluster. Otherwise it is Student's t around the mean, mean -+ t stderr (`degrees_of_freedom`). For scores in [0, 1]
+    it has Wilson's form, in which the standard error that was found at the mean m is taken to be stderr
+    sqrt(x (1 - x) / (m (1 - m))) at x: the same to two digits for many tasks, inside [0, 1], and near its ends, where
+    good policies are, wide enough (E. L. Korn and B. I. Graubard, "Confidence intervals for proportions with small
+    expected number of positive counts" (1998), on shares from clustered samples; N. Dean and M. Pagano, "Evaluating
+    confidence interval methods for binomial proportions in clustered surveys" (2015)).
+
     Clusters that are all alike say little about others: for scores in [0, 1] the interval is then `alike_interval`. A
     single cluster says nothing about others: the interval is all of [0, 1], of `method` "none". Neither has an
     interval where scores have no known range. NaN without tasks. Raises `KeyError` for a task without a cluster.
@@ -240,13 +246,15 @@ def clustered_interval(
     if len(deviations) == 1:
         return *(scale or (math.nan, math.nan)), math.nan, "none"
     error = clustered_error(deviations)
-    least, most = scale or (-math.inf, math.inf)
     if error > 1e-12 * max(1.0, abs(mean)):
-        half = t_quantile_975(degrees_of_freedom([size for _, size in deviations])) * error
-        return max(mean - half, least), min(mean + half, most), error, "t"
+        t = t_quantile_975(degrees_of_freedom([size for _, size in deviations]))
+        if scale == (0.0, 1.0):
+            return *wilson_interval(mean, mean * (1 - mean) / error**2, t), error, "t"
+        least, most = scale or (-math.inf, math.inf)
+        return max(mean - t * error, least), min(mean + t * error, most), error, "t"
     if scale is None:
         return math.nan, math.nan, 0.0, "none"
-    return *alike_interval(mean, len(deviations), least, most), 0.0, "wilson"
+    return *alike_interval(mean, len(deviations), *scale), 0.0, "wilson"
 
 
 def degrees_of_freedom(sizes: Sequence[int]) -> float:
@@ -274,9 +282,11 @@ def degrees_of_freedom(sizes: Sequence[int]) -> float:
     return max(1.0, trace**2 / (own + shared))
 
 
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """95% interval of a share of n trials. Source: E. B. Wilson (1927), without continuity correction."""
-    z = 1.959963984540054
+def wilson_interval(share: float, n: float, z: float = 1.959963984540054) -> tuple[float, float]:
+    """95% interval of a share of n trials: every true share that is within `z` of its own standard errors of it.
+
+    Source: E. B. Wilson (1927), without continuity correction. `n` need not be whole (`clustered_mean`).
+    """
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

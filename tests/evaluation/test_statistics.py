@@ -85,14 +85,29 @@ def test_wilson_as_published(successes, n, low, high):
 
 
 def test_the_mean_is_that_of_task_means_and_its_error_that_of_tasks():
-    """Four tasks with unequal numbers of episodes; the interval by NumPy and a table's t of three degrees."""
+    """Four tasks with unequal numbers of episodes; the error by NumPy."""
     scores = {"a": [1, 1, 1, 1, 1, 1], "b": [0], "c": [0, 1], "d": [0.5, 1]}
     means = np.array([1, 0, 0.5, 0.75])
-    half = 3.18245 * means.std(ddof=1) / 2
     result = clustered_mean(scores)
-    assert (result.score, result.n) == (means.mean(), 4)
-    assert result.low == pytest.approx(max(0, means.mean() - half), abs=1e-5)
-    assert result.high == pytest.approx(min(1, means.mean() + half), abs=1e-5)
+    assert (result.score, result.n, result.method) == (means.mean(), 4, "t")
+    assert result.stderr == pytest.approx(means.std(ddof=1) / 2, rel=1e-12)
+
+
+def test_the_ends_of_the_interval_are_t_of_their_own_errors_away():
+    """A table's t of three degrees. The error is as large at the ends as the scale leaves room for there."""
+    result = clustered_mean({"a": [1, 1], "b": [0.9], "c": [0.5, 1], "d": [1.0]})
+    mean = result.score
+    for end in (result.low, result.high):
+        error = result.stderr * math.sqrt(end * (1 - end) / (mean * (1 - mean)))
+        assert abs(end - mean) == pytest.approx(3.182446 * error, rel=1e-6)
+    assert mean - result.low > result.high - mean
+
+
+def test_the_interval_of_many_tasks_is_as_wide_as_student_s():
+    scores = np.random.default_rng(0).random(1000)
+    result = clustered_mean({str(task): [score] for task, score in enumerate(scores.tolist())})
+    half = 1.962341 * scores.std(ddof=1) / math.sqrt(1000)
+    assert (result.low, result.high) == pytest.approx((scores.mean() - half, scores.mean() + half), abs=1e-4)
 
 
 def test_scores_outside_the_unit_interval_are_not_cut_to_it():
@@ -193,12 +208,14 @@ def test_means_and_errors_are_those_of_inspect_ai(made):
     result = clustered_mean(dict(zip(tasks, made["scores"], strict=True)), clusters)
     assert result.score == pytest.approx(made["mean"], abs=1e-12)
     assert result.stderr == pytest.approx(made["stderr"], abs=1e-9)
-    low, high = max(0, made["ci"][0]), min(1, made["ci"][1])
+    # Intervals are alike for scores without a known range; for those in [0, 1] ours has another form.
+    doubled = {task: [2 * score + 1 for score in values] for task, values in zip(tasks, made["scores"], strict=True)}
+    result, (low, high) = clustered_mean(doubled, clusters), (2 * end + 1 for end in made["ci"])
     if made["case"] in ("unequal_clusters", "two_clusters"):
         # inspect_ai counts C - 1 degrees of freedom also where clusters differ in size, and covers too little there.
         assert result.low <= low + 1e-9
         assert result.high >= high - 1e-9
-    elif made["case"] != "binary":  # there ours is Wilson's
+    else:
         assert (result.low, result.high) == pytest.approx((low, high), abs=1e-9)
 
 
