@@ -20,7 +20,8 @@ CUT = ("length", "max_tokens", "model_length")
 BROKEN = ("error", "abort", "insufficient_system_resource")
 """Finish reasons of an answer that the server itself gave up."""
 TOO_LONG = re.compile(
-    r"context[ _-](length|window|size)|prompt is too long|input token count .* exceeds the maximum", re.IGNORECASE
+    r"context[ _-](length|window|size)|max_model_len|prompt is too long|input token count .* exceeds the maximum",
+    re.IGNORECASE,
 )
 """What servers say of a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
 QUESTION = Message.of("user", "Reply with the word OK.")

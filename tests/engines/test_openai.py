@@ -1,8 +1,17 @@
 """An API as the policy, against a real server that misbehaves in every way a real one does."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -11,6 +20,7 @@ import envgym
 from envgym.config import resolve
 from envgym.engines.base import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
+from envgym.episode_record import from_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.placement import make_agent, make_runner, running, sampling_of, set_up, start_sampling
 from envgym.rollout import Play
@@ -18,6 +28,7 @@ from envgym.run_folder import RunFolder
 from envgym.services import http
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
 
+ENVGYM = Path(sys.executable).with_name("envgym")
 KEY = "sk-very-secret-0123456789"
 ADD = ToolSpec("add", "Add.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, top_p=0.9, seed=5)
@@ -547,3 +558,117 @@ def test_the_key_is_written_nowhere(serving, tmp_path, monkeypatch, caplog):
     engine = {**API, "api_key_env": "TEST_KEY"}
     config = resolve({"env": "math_verify", "model": "m", "engine": engine})
     assert KEY not in json.dumps([config.model_dump(mode="json"), caplog.text])
+
+
+# -- a real server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory):
+    """The address of vLLM's own server with the starter, named `policy` there, and a key that it asks for."""
+    model = subprocess.run([ENVGYM, "model", "starter"], capture_output=True, text=True, check=True, timeout=600)
+    folder = model.stdout.strip().splitlines()[-1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    words = ["--model", folder, "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--api-key", KEY, "--dtype", "float32", "--enforce-eager", "--generation-config", "vllm"]
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # Not `vllm serve`: the CPU build, which has another name, does not start by it.
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environ},
+        start_new_session=True,
+    )
+    try:
+        began = time.monotonic()
+        while "Application startup complete" not in log.read_text():
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < began + 300, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def evaluated(folder, *words):
+    """An evaluation by the program: its result, and its episodes by group."""
+    words = [*words, "--name", "it"]
+    done = subprocess.run([ENVGYM, *words], cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    lines = (folder / "evals" / "it" / "episodes.jsonl").read_text().splitlines()
+    episodes = [from_record(json.loads(line)) for line in lines]
+    return json.loads((folder / "evals" / "it" / "result.json").read_text()), {e.group: e for e in episodes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_api_gives_the_scores_of_the_same_model_in_our_own_engine(vllm_server, tmp_path):
+    """The command of the page, against vLLM's server, and the same tasks on vLLM as we run it."""
+    page = (Path(__file__).parents[2] / "docs" / "api_policy.md").read_text()
+    [command] = re.findall(r"^envgym (eval --env .*)$", page.replace("\\\n", " "), re.MULTILINE)
+    words = [
+        re.sub(r"^engine.base_url=.*/v1$", f"engine.base_url={vllm_server}/v1", word)
+        for word in shlex.split(command.replace("MY_KEY", "TEST_KEY").replace("my-model", "policy"))
+    ]
+    assert f"engine.base_url={vllm_server}/v1" in words
+    same = ["eval.tasks=256", "rollout.max_tokens=16", "eval.greedy=true"]
+    for name in ("api", "own"):
+        (tmp_path / name).mkdir()
+    result, by_api = evaluated(tmp_path / "api", *words, *same)
+    own_result, by_engine = evaluated(tmp_path / "own", "eval", "--env", "math_verify", "--model", "starter", *same)
+    assert result["failures"] == own_result["failures"] == {}
+    assert by_api.keys() == by_engine.keys()
+    assert len(by_api) == 512
+    pairs = [(by_api[group], by_engine[group]) for group in by_api]
+    # The server wrote the prompts that our renderer writes, and counts what was sampled as we do.
+    assert all(a.task.id == e.task.id for a, e in pairs)
+    assert all(a.metrics["prompt_tokens"] == len(e.rows[0].segments[0].token_ids) for a, e in pairs)
+    greedy = [(a, e) for a, e in pairs if a.group.startswith("greedy")]
+    assert len(greedy) == 256
+    assert sum(a.messages[-1] == e.messages[-1] for a, e in greedy) >= 250  # ties in the last bit may fall either way
+    # Sampled at temperature 1, paired by task.
+    sampled = [(a.score, e.score) for a, e in pairs if not a.group.startswith("greedy")]
+    assert len(sampled) == 256
+    differences = [a - e for a, e in sampled]
+    mean = sum(differences) / 256
+    error = (sum((d - mean) ** 2 for d in differences) / 255 / 256) ** 0.5
+    scores = [[run["envs"][name]["score"] for name in ("math_verify", "greedy")] for run in (result, own_result)]
+    print(f"api and own, sampled and greedy: {scores}; difference {mean:.3f}, standard error {error:.3f}")
+    assert abs(mean) < 3 * error
+    (low, high), (own_low, own_high) = (r["envs"]["math_verify"]["ci95"] for r in (result, own_result))
+    assert max(low, own_low) < min(high, own_high)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_server_that_refuses_is_told_in_one_line(vllm_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("WRONG_KEY", "sk-wrong")
+    for words, told in {
+        ("policy", f"{vllm_server}/v1", "WRONG_KEY"): r"answers 401 .*check the key or token in \$WRONG_KEY",
+        ("other", f"{vllm_server}/v1", "TEST_KEY"): r"answers 404 .*`other` does not exist",
+        ("policy", vllm_server, "TEST_KEY"): r"answers 404 .*engine.base_url is the address before /chat/completions",
+        ("policy", f"{vllm_server}/v1", "UNSET_KEY"): "variable UNSET_KEY, which should hold its API key, is not set",
+    }.items():
+        model, base_url, variable = words
+        settings = ["engine.kind=openai", f"engine.base_url={base_url}", f"engine.api_key_env={variable}"]
+        done = subprocess.run(
+            [ENVGYM, "eval", "--env", "math_verify", "--model", model, *settings],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 2
+        [line] = [line for line in done.stderr.splitlines() if "error" in line]
+        assert re.search(told, line)
+        assert "sk-wrong" not in done.stderr
