@@ -25,12 +25,13 @@ ENVGYM = Path(sys.executable).with_name("envgym")
 PAGES = {
     path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
 }
-LONG = {"train", "eval", "compare", "model"}
+LONG = {"train", "eval", "compare", "rollout", "score", "model"}
 """Commands that sample or train: minutes."""
 SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
     "train": ["steps=1", "rollout.tasks=4", "rollout.group_size=2", "eval.tasks=4"],
     "eval": ["eval.tasks=4"],
+    "rollout": ["--tasks", "0:4"],
 }
 
 

@@ -1,0 +1,296 @@
+"""Rollouts into a file: which tasks, what is kept, and what a kill, Ctrl-C or other settings do to them."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from envgym.collecting import DEFAULT_TASKS, Selection, _tasks, best_of
+from envgym.display import Display
+from envgym.env import EnvSpec, ListTasks, SeedTasks
+from envgym.errors import ConfigError, DataError
+from envgym.journal import Journal
+from envgym.saved_episodes import read_episodes
+from envgym.types import Episode, Outcome, Task
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+SLOW = '''
+import asyncio
+import envgym
+
+
+class Slow(envgym.Env):
+    """Takes its time, writes down every reset, and pays the share of lower-case letters."""
+
+    async def reset(self, *, seed=None, options=None):
+        with open("resets.txt", "a") as file:
+            file.write(options["task"].id + "\\n")
+        return [{"role": "user", "content": f"Say something about {self.rng.randint(1, 99)}."}], {}
+
+    async def step(self, action):
+        await asyncio.sleep(0.2)
+        share = sum("a" <= letter <= "z" for letter in action.text) / max(1, len(action.text))
+        return None, share, True, False, {}
+'''
+
+TASKS, SAMPLES = 12, 3
+QUICK = ["engine.kind=transformers", "rollout.max_tokens=4", "rollout.concurrency=3"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    return tmp_path
+
+
+def words(model, *others, out="out.jsonl", samples=("--samples", SAMPLES)):
+    options = ["rollout", "--env", "slow.py", "--model", model, "--tasks", f"0:{TASKS}", *samples, "--out", out]
+    return [ENVGYM, *map(str, [*options, *QUICK, *others])]
+
+
+def run(folder, command):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def stopped(folder, command, how, after):
+    """Start a command and send it a signal when so many episodes have ended."""
+    journal = folder / "out.jsonl.unfinished" / "episodes.jsonl"
+    program = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not journal.exists() or journal.read_bytes().count(b"\n") < after:
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program.send_signal(how)
+    _, stderr = program.communicate(timeout=60)
+    return program.returncode, stderr
+
+
+# -- a rollout that is stopped ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_rollout_that_is_stopped_goes_on_with_nothing_repeated_and_nothing_lost(folder, tiny_model, how):
+    status, stderr = stopped(folder, words(tiny_model), how, after=10)
+    journal = Journal(folder / "out.jsonl.unfinished" / "episodes.jsonl")
+    before = journal.played()
+    assert 10 <= len(before) < TASKS * SAMPLES
+    assert not (folder / "out.jsonl").exists()
+    if how == signal.SIGINT:
+        assert status == 130
+        [line] = stderr.splitlines()
+        assert line == (
+            f"envgym: interrupted: {len(before)} episodes are kept in out.jsonl.unfinished; the same command goes on "
+            "from there"
+        )
+    done = run(folder, words(tiny_model))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{len(before)} episodes are kept from before" in done.stdout
+    episodes = read_episodes(folder / "out.jsonl")
+    # Every place once, in order; what had ended is there as it was.
+    places = [(f"rollout-train-00000/{task:05d}", member) for task in range(TASKS) for member in range(SAMPLES)]
+    assert [(each.group, each.member) for each in episodes] == places
+    after = {(each.group, each.member): each for each in episodes}
+    assert all(after[place] == old for place, old in before.items())
+    # Played again was at most what was in play.
+    resets = Counter((folder / "resets.txt").read_text().split())
+    assert len(resets) == TASKS
+    assert TASKS * SAMPLES <= resets.total() <= TASKS * SAMPLES + 3
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"out.jsonl", "resets.txt", "slow.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_other_settings_are_refused_and_named(folder, tiny_model):
+    stopped(folder, words(tiny_model), signal.SIGKILL, after=3)
+    kept = (folder / "out.jsonl.unfinished" / "episodes.jsonl").read_bytes()
+    other = ["rollout.temperature=0.5", "seed=3"]
+    refused = run(folder, words(tiny_model, *other, samples=("--best-of", 4)))
+    assert refused.returncode == 2
+    [line] = refused.stderr.splitlines()
+    for said in ("temperature was 1.0 and is 0.5", "seed was 0 and is 3", "samples was 3 and is 4", "--overwrite"):
+        assert said in line
+    (folder / "slow.py").write_text(SLOW.replace("lower-case", "small"))  # the environment's code is a setting, too
+    changed = run(folder, words(tiny_model))
+    assert changed.returncode == 2
+    assert "the code or the settings of environment" in changed.stderr
+    assert (folder / "out.jsonl.unfinished" / "episodes.jsonl").read_bytes() == kept
+    anew = run(folder, words(tiny_model, "--overwrite", *other, samples=("--best-of", 4)))
+    assert (anew.returncode, anew.stderr) == (0, "")
+    assert "kept from before" not in anew.stdout
+    # --best-of keeps one of each group, and --overwrite is needed to replace a file.
+    assert len(read_episodes(folder / "out.jsonl")) == TASKS
+    finished = run(folder, words(tiny_model))
+    assert finished.returncode == 2
+    assert "out.jsonl exists" in finished.stderr
+
+
+def test_two_at_once_are_refused(folder, tiny_model):
+    program = subprocess.Popen(words(tiny_model), cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "out.jsonl.unfinished" / "settings.yaml").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        second = run(folder, words(tiny_model))
+    finally:
+        program.kill()
+        program.wait()
+    assert second.returncode == 2
+    assert "another envgym rollout is writing" in second.stderr
+
+
+# -- which tasks and which episodes -----------------------------------------------------------------------
+
+
+class Finite(EnvSpec):
+    size = 7
+
+    def tasks(self, split):
+        return ListTasks([Task(f"{split}-{number}") for number in range(self.size)])
+
+
+class Endless(EnvSpec):
+    def tasks(self, split):
+        return SeedTasks(split)
+
+
+class Notes(Display):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def chosen(spec_class, selection):
+    display = Notes()
+    tasks = asyncio.run(_tasks(spec_class("e-v0"), selection, display))
+    return [task.id for task in tasks], display.notes
+
+
+def test_slices_of_tasks():
+    assert chosen(Finite, Selection())[0] == [f"train-{number}" for number in range(7)]
+    assert chosen(Finite, Selection("test", 2, 4))[0] == ["test-2", "test-3"]
+    assert chosen(Finite, Selection("train", 5, None))[0] == ["train-5", "train-6"]
+    assert chosen(Finite, Selection("train", 5, 90)) == (["train-5", "train-6"], ["there are only 7 train tasks"])
+    assert chosen(Endless, Selection("train", 3, 5))[0] == ["seed-3", "seed-4"]
+
+
+def test_tasks_without_end_and_very_many_are_bounded_which_is_said(monkeypatch):
+    ids, [note] = chosen(Endless, Selection())
+    assert (len(ids), ids[-1]) == (DEFAULT_TASKS, f"seed-{DEFAULT_TASKS - 1}")
+    assert "without end" in note
+    monkeypatch.setattr(Finite, "size", 1000)
+    ids, [note] = chosen(Finite, Selection())
+    assert len(ids) == DEFAULT_TASKS
+    assert "of train 1000 tasks" in note
+
+
+def test_a_slice_that_holds_nothing_or_has_no_end_is_refused():
+    with pytest.raises(ConfigError, match="have no end"):
+        chosen(Endless, Selection("train", 0, None))
+    with pytest.raises(DataError, match="has 7 train tasks, none from 7 on"):
+        chosen(Finite, Selection("train", 7, 9))
+
+
+def member(number, score=None, reward=None, *, failed=False):
+    outcome = Outcome.failed("timeout", "") if failed else Outcome.completed()
+    return Episode(str(number), Task("t"), outcome, score=score, reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "best"),
+    [
+        ([member(0, 0.5), member(1, 0.75), member(2, 0.75)], "1"),
+        ([member(0, 0.5, reward=9.0), member(1, 0.75, reward=-1.0)], "1"),  # the score, where there is one
+        ([member(0, reward=-2.0), member(1, reward=-1.0)], "1"),
+        ([member(0), member(1, reward=-1.0)], "1"),
+        ([member(0, reward=5.0), member(1, 0.0)], "1"),
+        ([member(0, failed=True), member(1), member(2)], "1"),
+        ([member(0, failed=True)], None),
+    ],
+)
+def test_the_best_of_a_group(episodes, best):
+    chosen = best_of(episodes)
+    assert (chosen and chosen.id) == best
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs --model"),
+        (["--model", "starter"], "needs --out"),
+        (["--model", "starter", "--out", "o.jsonl"], "which environment?"),
+        (["--model", "starter", "--out", "o.txt", "--env", "math_verify"], ".jsonl or .parquet"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verfy"], "Did you mean 'math_verify'?"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--split", "dev"], "train or test"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "100"], "FIRST:LAST"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "5:5"], "holds no task"),
+        (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "0"], "1 or more"),
+        (
+            ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "2", "--best-of", "4"],
+            "leave out --samples",
+        ),
+        (
+            ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "rollout.group_size=4"],
+            "envgym rollout takes --samples N",
+        ),
+        (
+            ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--split", "test", "--tasks", "600:"],
+            "none from 600 on",
+        ),
+        (["--model", "./none", "--out", "o.jsonl", "--env", "math_verify"], "model folder ./none does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, words, said):
+    done = run(tmp_path, [ENVGYM, "rollout", *words])
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("envgym: error: ")
+    assert said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_starter_s_episodes_are_judged_as_they_were_played(tmp_path):
+    """vLLM samples, math_verify judges, in Parquet and again from it."""
+    command = [ENVGYM, "rollout", "--env", "math_verify", "--model", "starter", "--split", "test", "--tasks", "8:24"]
+    done = run(tmp_path, [*command, "--samples", "2", "--out", "played.parquet"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "16 of test, 32 episodes" in done.stdout
+    played = read_episodes(tmp_path / "played.parquet")
+    assert [each.task.id for each in played[::2]] == [f"test-{number}" for number in range(8, 24)]
+    assert all(each.rows[0].segments[1].logprobs for each in played)
+    scores = Counter(each.score for each in played)
+    assert set(scores) == {0.0, 1.0}  # it solves some
+
+    again = run(tmp_path, [ENVGYM, "score", "played.parquet", "--env", "math_verify", "--out", "again.jsonl"])
+    assert (again.returncode, again.stderr) == (0, "")
+    assert re.search(r"^changed +0 episodes$", again.stdout, re.MULTILINE)
+    judged = read_episodes(tmp_path / "again.jsonl")
+    assert [(e.id, e.score, e.reward, e.answer) for e in judged] == [
+        (e.id, e.score, e.reward, e.answer) for e in played
+    ]
+    assert all(e.metrics["score_before"] == e.score for e in judged)
+
+    best = run(tmp_path, [*command, "--best-of", "4", "--out", "best.jsonl"])
+    assert (best.returncode, best.stderr) == (0, "")
+    kept = [json.loads(line) for line in (tmp_path / "best.jsonl").read_text().splitlines()]
+    assert len(kept) == 16
+    assert re.search(r"^kept +16 episodes, the best of 4$", best.stdout, re.MULTILINE)
+    mean = sum(record["score"] for record in kept) / 16
+    assert mean > float(re.search(r"^score +(\S+)", best.stdout, re.MULTILINE)[1])
