@@ -1,0 +1,368 @@
+"""Our logs for inspect_ai: what stands in them and, in the slow tests, what the real inspect_ai 0.3.285 makes of them.
+
+The slow tests install it in an environment of its own, for nothing of envgym needs it.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from envgym.evaluation.inspect_log import inspect_log, inspect_metrics, log_name
+from envgym.evaluation.result import result_of
+from envgym.types import (
+    Episode,
+    Group,
+    Message,
+    Outcome,
+    Row,
+    Segment,
+    StopReason,
+    Task,
+    TextPart,
+    ToolCall,
+    Turn,
+)
+
+INSPECT = "inspect-ai==0.3.285"
+CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"
+SETTINGS = {"env": {"name": "shop-v0"}, "split": "test", "samples": 2, "nothing": float("nan")}
+
+
+def row(*lengths, stop_reason=StopReason.STOP):
+    """A row whose segments, prompt first and then actions and feedback in turns, are so long."""
+    roles = ["prompt", *["action", "feedback"] * len(lengths)]
+    segments = [Segment(role, list(range(length))) for role, length in zip(roles, lengths, strict=False)]
+    turns = [Turn(None, StopReason.STOP) for segment in segments if segment.role == "action"]
+    turns[-1].stop_reason = stop_reason
+    return Row(segments, turns=turns)
+
+
+def tool_episode(member):
+    """A conversation with a tool: one call, its result, and an answer."""
+    call = ToolCall("call-1", "stock", {"item": "tea", "shops": [1, 2]})
+    return Episode(
+        f"shop/00000:{member:03d}:0",
+        Task("tea", "How much tea is left?", 12, fields={"shelf": "b", "when": Path("x")}),
+        Outcome.completed(),
+        rows=[row(5, 3, 4, 2)],
+        reward=1.0,
+        score=1.0,
+        answer="12",
+        metrics={"calls": 1.0, "odd": float("inf")},
+        messages=[
+            Message.of("system", "You keep a shop."),
+            Message.of("user", "How much tea is left?"),
+            Message("assistant", (TextPart("I look."),), (call, ToolCall("call-2", "", error="no JSON"))),
+            Message("tool", (TextPart("12"),), tool_call_id="call-1", name="stock"),
+            Message.of("assistant", "12"),
+        ],
+        env="shop-v0",
+        group="shop/00000",
+        member=member,
+        seed=7 + member,
+        seconds=1.5,
+        fingerprints={"code": "c", "spec": "s", "task": "t"},
+    )
+
+
+def episode(group, member, task, outcome, score=None, **more):
+    messages = [Message.of("user", f"{task.id}?"), *([Message.of("assistant", "so")] if "rows" in more else [])]
+    if outcome.reason == "timeout":
+        messages = []
+    said = {"env": "shop-v0", "group": group, "member": member, "messages": messages, "reward": score, "score": score}
+    return Episode(f"{group}:{member:03d}:0", task, outcome, **said, **more)
+
+
+def all_kinds():
+    """Groups with what an evaluation can come to: right, wrong, cut short, failed, unscored, a task asked twice."""
+    coffee, milk = Task("coffee", "Coffee?", "none"), Task("milk", (Message.of("user", "Milk?"),), None, env="dairy")
+    groups = [
+        [tool_episode(0), tool_episode(1)],
+        [
+            episode(
+                "shop/00001",
+                0,
+                coffee,
+                Outcome.truncated("length"),
+                0.0,
+                rows=[row(4, 6, stop_reason=StopReason.LENGTH)],
+            ),
+            episode("shop/00001", 1, coffee, Outcome.failed("timeout", "no answer in 60 s", retryable=True)),
+        ],
+        [
+            episode("shop/00002", 0, milk, Outcome.truncated("turns"), 0.25, rows=[row(4, 2, 1, 2)]),
+            episode("shop/00002", 1, milk, Outcome.completed(), rows=[row(4, 2)]),
+        ],
+        [
+            episode(
+                "shop/00003",
+                0,
+                coffee,
+                Outcome.completed(),
+                1.0,
+                rows=[Row([], turns=[Turn(1.0, StopReason.STOP)])],
+                metrics={"prompt_tokens": 40.0, "completion_tokens": 9.0},
+            ),
+            episode("shop/00003", 1, coffee, Outcome.failed("environment", "KeyError: 'x'")),
+        ],
+    ]
+    return [Group(of[0].group, of[0].task, of) for of in groups]
+
+
+def log_of(groups, env="shop-v0"):
+    return inspect_log(
+        [episode for group in groups for episode in group.episodes],
+        env=env,
+        model="models/starter",
+        created=CREATED,
+        completed=COMPLETED,
+        metrics=inspect_metrics(result_of(groups)),
+        sampling={"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64, "stop_token_ids": [1]},
+        settings=SETTINGS,
+        version="0.1.0",
+    )
+
+
+def by_sample(log):
+    return {(sample["id"], sample["epoch"]): sample for sample in log["samples"]}
+
+
+def test_every_episode_is_a_sample_and_a_task_asked_again_goes_on_counting():
+    log = log_of(all_kinds())
+    places = [("tea", 1), ("tea", 2), ("coffee", 1), ("coffee", 2), ("dairy/milk", 1), ("dairy/milk", 2)]
+    assert list(by_sample(log)) == [*places, ("coffee", 3), ("coffee", 4)]
+    assert log["eval"]["dataset"] == {
+        "name": "shop-v0",
+        "samples": 3,
+        "sample_ids": ["tea", "coffee", "dairy/milk"],
+        "shuffled": False,
+    }
+    assert log["eval"]["config"]["epochs"] == 4
+    assert len({sample["uuid"] for sample in log["samples"]}) == 8
+
+
+def test_a_conversation_with_tools_has_inspect_s_form():
+    sample = by_sample(log_of(all_kinds()))["tea", 2]
+    assert [message["role"] for message in sample["input"]] == ["system", "user"]
+    assert sample["messages"][:2] == sample["input"]
+    assert sample["target"] == "12"
+    called = sample["messages"][2]
+    assert (called["role"], called["content"], called["source"]) == ("assistant", "I look.", "generate")
+    assert called["tool_calls"][0] == {
+        "id": "call-1",
+        "function": "stock",
+        "arguments": {"item": "tea", "shops": [1, 2]},
+        "parse_error": None,
+        "type": "function",
+    }
+    assert called["tool_calls"][1]["parse_error"] == "no JSON"
+    told = sample["messages"][3]
+    assert (told["role"], told["content"], told["tool_call_id"], told["function"]) == ("tool", "12", "call-1", "stock")
+    assert sample["output"]["choices"] == [{"message": sample["messages"][4], "stop_reason": "stop"}]
+    assert sample["scores"]["envgym"] == {"value": 1.0, "answer": "12", "explanation": "reward 1\ncalls 1\nodd inf"}
+    # Two turns: the first reads 5 tokens, the second 5 + 3 + 4.
+    assert sample["output"]["usage"] == {"input_tokens": 17, "output_tokens": 5, "total_tokens": 22}
+    assert (sample["turn_count"], sample["total_time"]) == (2, 1.5)
+    kept = sample["metadata"]
+    assert (kept["seed"], kept["member"], kept["group"]) == (8, 1, "shop/00000")
+    assert kept["fields"] == {"shelf": "b", "when": "x"}
+    assert kept["metrics"] == {"calls": 1.0, "odd": None}
+    assert kept["fingerprints"] == {"code": "c", "spec": "s", "task": "t"}
+
+
+def test_failed_and_unscored_episodes_have_no_score_and_truncated_ones_say_their_limit():
+    samples = by_sample(log_of(all_kinds()))
+    failed = samples["coffee", 2]
+    assert failed["error"]["message"] == "timeout: no answer in 60 s"
+    assert "scores" not in failed
+    assert (failed["input"], failed["output"]["choices"]) == ("Coffee?", [])
+    assert "scores" not in samples["dairy/milk", 2]
+    assert "error" not in samples["dairy/milk", 2]
+    cut = samples["coffee", 1]
+    assert cut["limit"] == {"type": "token", "limit": 6, "reason": "truncated: length"}
+    assert cut["output"]["choices"][0]["stop_reason"] == "max_tokens"
+    assert cut["scores"]["envgym"]["value"] == 0.0
+    assert samples["dairy/milk", 1]["limit"] == {"type": "turn", "limit": 2, "reason": "truncated: turns"}
+    assert "limit" not in samples["tea", 1]
+    assert samples["coffee", 3]["output"]["usage"] == {"input_tokens": 40, "output_tokens": 9, "total_tokens": 49}
+
+
+def test_results_are_the_evaluation_s_own():
+    groups = all_kinds()
+    log, result = log_of(groups), result_of(groups)
+    [scorer] = log["results"]["scores"]
+    values = {name: metric["value"] for name, metric in scorer["metrics"].items()}
+    assert values["mean"] == result["score"]
+    assert (values["stderr"], values["ci95_low"], values["ci95_high"]) == (result["stderr"], *result["ci95"])
+    assert values["pass@2"] == result["pass@k"]["2"]
+    assert next(iter(values)) == "mean"
+    assert (log["results"]["total_samples"], log["results"]["completed_samples"]) == (8, 6)
+    assert (scorer["scored_samples"], scorer["unscored_samples"]) == (3, 0)
+    assert log["reductions"][0]["samples"] == [
+        {"sample_id": "tea", "value": 1.0},
+        {"sample_id": "coffee", "value": 0.5},
+        {"sample_id": "dairy/milk", "value": 0.25},
+    ]
+    assert log["eval"]["model_generate_config"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64}
+    assert log["eval"]["metadata"]["nothing"] is None
+    assert log["stats"]["model_usage"]["models/starter"]["output_tokens"] == 5 + 5 + 6 + 4 + 2 + 9
+
+
+def test_the_log_is_strict_json_and_the_same_each_time():
+    first, second = (json.dumps(log_of(all_kinds()), allow_nan=False) for _ in range(2))
+    assert first == second
+
+
+def test_an_evaluation_in_which_everything_failed_has_a_log():
+    task = Task("a", "A?", "b")
+    groups = [Group("e/00000", task, [episode("e/00000", 0, task, Outcome.failed("timeout", ""))])]
+    log = log_of(groups)
+    assert log["results"]["scores"][0]["metrics"] == {}
+    assert log["results"]["scores"][0]["unscored_samples"] == 1
+    assert log["samples"][0]["error"]["message"] == "timeout"
+    assert log_of([])["samples"] == []
+
+
+def test_the_file_s_name_is_one_that_inspect_takes_for_a_log():
+    name = log_name("math_verify/v0 x", CREATED)
+    stamp, env, _ = name.split("_")
+    assert (stamp, env) == ("2026-01-02T03-04-05+00-00", "math-verify-v0-x")
+    assert log_name("a_b", CREATED) != log_name("a-b", CREATED)
+    assert log_name("a_b", CREATED).removesuffix(".json").endswith(log_of(all_kinds(), "a_b")["eval"]["task_id"])
+
+
+def test_what_inspect_reads_as_a_log_s_header_comes_before_the_samples():
+    keys = list(log_of(all_kinds()))
+    assert keys[: keys.index("samples")] == ["version", "status", "eval", "plan", "results", "stats"]
+
+
+READ = """
+import json, sys
+from inspect_ai.log import list_eval_logs, read_eval_log
+from inspect_ai.scorer import SampleScore, mean, mean_score, stderr
+
+said = []
+for info in list_eval_logs(sys.argv[1]):
+    header, log = read_eval_log(info, header_only=True), read_eval_log(info)
+    of_tasks = {}
+    for sample in log.samples:
+        if sample.scores:
+            of_tasks.setdefault(sample.id, []).append(sample.scores["envgym"])
+    reduced = [SampleScore(score=mean_score()(scores), sample_id=id) for id, scores in of_tasks.items()]
+    last = log.samples[0]
+    said.append({
+        "task": info.task, "task_id": info.task_id, "status": header.status, "version": log.version,
+        "samples": [[s.id, s.epoch, s.error and s.error.message, s.limit and s.limit.type,
+                     s.scores["envgym"].value if s.scores else None] for s in log.samples],
+        "metrics": {name: metric.value for name, metric in header.results.scores[0].metrics.items()},
+        "recomputed": [mean()(reduced), stderr()(reduced)],
+        "roles": [type(message).__name__ for message in last.messages],
+        "call": [last.messages[2].tool_calls[0].function, last.messages[2].tool_calls[0].arguments],
+        "completion": last.output.completion, "stop": last.output.stop_reason,
+        "tokens": log.stats.model_usage["models/starter"].total_tokens,
+    })
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="session")
+def inspect_venv():
+    """An environment with the real inspect_ai, kept for the next time."""
+    place = Path.home() / ".cache" / "envgym" / INSPECT.replace("==", "-")
+    complete = place / "complete"
+    if not complete.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+        subprocess.run([place / "bin/pip", "install", "-q", INSPECT], check=True, timeout=900)
+        complete.touch()
+    return place / "bin"
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for env in ("shop-v0", "math_verify-v0"):
+        log = log_of(all_kinds(), env)
+        (tmp_path / log_name(env, CREATED)).write_text(json.dumps(log, allow_nan=False), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_inspect_ai_reads_our_log(inspect_venv, logs):
+    done = subprocess.run([inspect_venv / "python", "-c", READ, logs], check=True, capture_output=True, timeout=120)
+    said = {of["task"]: of for of in json.loads(done.stdout.splitlines()[-1])}
+    assert set(said) == {"shop-v0", "math-verify-v0"}
+    read, ours = said["shop-v0"], log_of(all_kinds())
+    assert (read["status"], read["version"], read["task_id"]) == ("success", 2, ours["eval"]["task_id"])
+    assert read["samples"] == [
+        ["tea", 1, None, None, 1.0],
+        ["tea", 2, None, None, 1.0],
+        ["coffee", 1, None, "token", 0.0],
+        ["coffee", 2, "timeout: no answer in 60 s", None, None],
+        ["dairy/milk", 1, None, "turn", 0.25],
+        ["dairy/milk", 2, None, None, None],
+        ["coffee", 3, None, None, 1.0],
+        ["coffee", 4, "environment: KeyError: 'x'", None, None],
+    ]
+    assert read["metrics"] == {
+        name: metric["value"] for name, metric in ours["results"]["scores"][0]["metrics"].items()
+    }
+    roles = ["ChatMessageSystem", "ChatMessageUser", "ChatMessageAssistant", "ChatMessageTool", "ChatMessageAssistant"]
+    assert read["roles"] == roles
+    assert read["call"] == ["stock", {"item": "tea", "shops": [1, 2]}]
+    assert (read["completion"], read["stop"]) == ("12", "stop")
+    assert read["tokens"] == ours["stats"]["model_usage"]["models/starter"]["total_tokens"]
+    # inspect_ai's own mean of our samples, with its epochs averaged first, is the score we report.
+    assert read["recomputed"][0] == pytest.approx(read["metrics"]["mean"], abs=1e-12)
+
+
+def answer(url, process):
+    """What the viewer answers, once it does."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=20) as response:
+                return response.read()
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            assert process.poll() is None, "inspect view has ended"
+            assert time.monotonic() < deadline, "inspect view does not answer"
+            time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_inspect_view_shows_our_log(inspect_venv, logs, tmp_path_factory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output = tmp_path_factory.mktemp("view") / "output"
+    command = [inspect_venv / "inspect", "view", "start", "--log-dir", logs, "--host", "127.0.0.1", "--port", str(port)]
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            base = f"http://127.0.0.1:{port}"
+            assert b"<html" in answer(base, process)
+            files = {of["task"]: of["name"] for of in json.loads(answer(f"{base}/api/logs", process))["files"]}
+            assert set(files) == {"shop-v0", "math-verify-v0"}
+            name = urllib.parse.quote(files["shop-v0"], safe="")
+            [header] = json.loads(answer(f"{base}/api/log-headers?file={name}", process))
+            assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == result_of(all_kinds())["score"]
+            shown = json.loads(answer(f"{base}/api/logs/{name}", process))
+            assert [(sample["id"], sample["epoch"]) for sample in shown["samples"]] == list(
+                by_sample(log_of(all_kinds()))
+            )
+            assert shown["samples"][0]["messages"][3]["content"] == "12"
+            head = json.loads(answer(f"{base}/api/logs/{name}?header-only=0", process))
+            assert (head["eval"]["task"], head.get("samples")) == ("shop-v0", None)
+        finally:
+            process.terminate()
+            process.wait(30)
