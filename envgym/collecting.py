@@ -21,7 +21,7 @@ import yaml
 
 from .config import Component, RunConfig, StageConfig
 from .env import EnvSpec
-from .errors import ConfigError, DataError, RunError, WorkerError
+from .errors import ConfigError, DataError, EnvgymError, RunError, WorkerError
 from .evaluation.model_fingerprint import model_fingerprint
 from .evaluation.statistics import clustered_mean
 from .fingerprint import task_hash
@@ -77,11 +77,14 @@ def collect(
         try:
             groups, seconds = asyncio.run(_play(config, selection, work, display))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(work.kept()) from None
-        except WorkerError as error:
-            raise type(error)(f"{error}; {work.kept()}") from None
-        finally:
+            said = work.kept()
             work.leave()
+            raise KeyboardInterrupt(said) from None
+        except WorkerError as error:
+            raise type(error)(f"{error}; {work.kept()}") from None  # whose log is there
+        except EnvgymError:
+            work.leave()
+            raise
         written = [best for group in groups if (best := best_of(group.episodes))] if selection.best else []
         if not selection.best:
             written = [episode for group in groups for episode in group.episodes]
@@ -111,6 +114,8 @@ class Unfinished:
     def __init__(self, out: Path) -> None:
         self.path = out.with_name(out.name + ".unfinished")
         self.journal = Journal(self.path / "episodes.jsonl")
+        self.played: dict[Place, Episode] = {}
+        """The episodes that were here at the beginning."""
         self._settings_file = self.path / "settings.yaml"
         self._model_file = self.path / "model"
 
@@ -128,7 +133,8 @@ class Unfinished:
     def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
         """Go on with what is here where it was made with these settings. Raises `RunError` where it was not, unless it
         may be overwritten."""
-        if self.journal.played():
+        self.played = self.journal.played()
+        if self.played:
             old = yaml.safe_load(self._settings_file.read_text(encoding="utf-8"))
             if changed := _differences(old, settings):
                 if not overwrite:
@@ -137,6 +143,7 @@ class Unfinished:
                         "give those, name another file, or begin anew with --overwrite"
                     )
                 self.journal.path.unlink()
+                self.played = {}
         (self.path / "logs").mkdir(exist_ok=True)
         write_atomically(self._settings_file, yaml.safe_dump(dict(settings), sort_keys=False))
         self.journal.open()
@@ -144,7 +151,7 @@ class Unfinished:
     def check_model(self, model: str) -> None:
         """Raise `RunError` where the episodes that are here were sampled from other weights."""
         found = str(model_fingerprint(model))
-        if self.journal.played() and self._model_file.read_text(encoding="utf-8") != found:
+        if self.played and self._model_file.read_text(encoding="utf-8") != found:
             raise RunError(
                 f"{self.path} holds episodes from before, and the model is not what it was since: begin anew with "
                 "--overwrite, or name another file"
@@ -152,9 +159,8 @@ class Unfinished:
         write_atomically(self._model_file, found)
 
     def leave(self) -> None:
-        """What was begun and came to nothing is not worth a folder; workers' logs are, where they say something."""
-        says_something = any(log.stat().st_size for log in (self.path / "logs").glob("*"))
-        if not self.journal.played() and not says_something:
+        """What was begun and came to nothing is not worth a folder."""
+        if not self.journal.path.stat().st_size:
             self.remove()
 
     def remove(self) -> None:
@@ -196,7 +202,7 @@ async def _play(
     display.phase(f"setting up {stage.env.name}")
     async with prepared(config, stage, RunFolder(work.path)) as place:
         tasks = await _tasks(place.spec, selection, display)
-        kept = work.journal.played()
+        kept = work.played
         _check_kept(kept, tasks, place.spec, selection, work.path)
         model = await fetch_model(stage.model, config, display)
         work.check_model(model)
@@ -244,7 +250,7 @@ def _check_kept(
             what = f"task {episode.task.key} is not what it was"
         else:
             part = spec.of(task)
-            now = codes.setdefault(id(part), part.fingerprint())
+            now = codes.get(id(part)) or codes.setdefault(id(part), part.fingerprint())
             if all(episode.fingerprints.get(name) == value for name, value in now.items()):
                 continue
             what = f"the code or the settings of environment {part.id} have changed"

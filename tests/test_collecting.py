@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from envgym.collecting import DEFAULT_TASKS, Selection, _tasks, best_of
 from envgym.display import Display
@@ -294,3 +295,44 @@ def test_the_starter_s_episodes_are_judged_as_they_were_played(tmp_path):
     assert re.search(r"^kept +16 episodes, the best of 4$", best.stdout, re.MULTILINE)
     mean = sum(record["score"] for record in kept) / 16
     assert mean > float(re.search(r"^score +(\S+)", best.stdout, re.MULTILINE)[1])
+
+
+SHORTEST = """
+import envgym
+
+ROWS = [{"prompt": f"Say {number}."} for number in range(6)]
+
+@envgym.reward(batch=True, tasks=lambda split: ROWS)
+def shortest(completion):
+    return [float(text == min(completion, key=len)) for text in completion]
+"""
+
+
+def test_the_best_answers_of_an_api_judged_with_their_group(tmp_path, serving):
+    """Nothing but messages and counts: no tokens, no tokenizer."""
+    asked = Counter()
+
+    async def answer(request):
+        content = (await request.json())["messages"][-1]["content"]
+        asked[content] += 1
+        message = {"role": "assistant", "content": "x" * (1 + asked[content] % 3)}
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    async def main():
+        async with serving(answer) as url:
+            api = ["engine.kind=openai", f"engine.base_url={url}/v1"]
+            command = ["rollout", "--env", "shortest.py", "--model", "some-model", "--best-of", "3", "--out", "o.jsonl"]
+            return await asyncio.to_thread(run, tmp_path, [ENVGYM, *command, *api])
+
+    (tmp_path / "shortest.py").write_text(SHORTEST)
+    done = asyncio.run(main())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "36 tokens sampled" in done.stdout
+    episodes = read_episodes(tmp_path / "o.jsonl")
+    assert [each.task.prompt for each in episodes] == [f"Say {number}." for number in range(6)]
+    assert [(each.score, each.messages[-1].text) for each in episodes] == [(1.0, "x")] * 6
+    again = run(tmp_path, [ENVGYM, "score", "o.jsonl", "--env", "shortest.py", "--out", "again.parquet"])
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "changed  0 episodes" in again.stdout

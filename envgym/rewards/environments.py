@@ -247,7 +247,8 @@ def answer_of(episode: Episode) -> Action:
     said = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
     turns = [turn for row in episode.rows for turn in row.turns]
-    return Action(said[-1].text, tuple(actions[-1].token_ids), stop_reason=turns[-1].stop_reason)
+    token_ids = tuple(actions[-1].token_ids) if actions else ()  # an API tells none
+    return Action(said[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
 
 
 def seed_of(episodes: Sequence[Episode]) -> int:
