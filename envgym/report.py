@@ -52,6 +52,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
             last = evals[after if after in evals else before]
             lines.append((name, f"{'  ->  '.join(parts)}   {last['n_tasks']} tasks, 95% intervals"))
     lines += _members(evals.get("after", evals.get("before", {})))
+    if best := summary.get("best"):
+        lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))
     lines.append(("time", _split(seconds)))
     lines.append(("tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} trained"))
     if tokens["sampled"]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_the_last_checkpoint_is_the_policy_the_run_left_and_an_earlier_one_is_no
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "best", "step_000001", "step_000002", "step_000003",
     ]  # fmt: skip
+    (checkpoints / "step_000003" / f"model.{socket.gethostname()}.4194305.unfinished").mkdir()  # of one that was killed
     last = model_of(checkpoints / "step_000003")
     assert last == checkpoints / "step_000003" / "model"
     left = run / "model"

@@ -65,6 +65,11 @@ def test_a_run_ends_with_what_it_came_to(summary):
     }
 
 
+def test_the_best_checkpoint_is_named(summary):
+    summary["best"] = {"metric": "eval/score", "value": 0.96123, "step": 40}
+    assert dict(summary_lines(summary))["best"] == "eval/score 0.9612 at step 40   checkpoints/best"
+
+
 def test_what_a_run_does_not_have_is_not_said(summary):
     summary |= {"eval": {}, "failures": {}, "tokens": {"sampled": 0, "trained": 10}}
     del summary["picture"]

@@ -66,7 +66,7 @@ def choose(command: str, choices: Sequence[str], arguments: Sequence[str]) -> tu
 def add_run_options(parser: Parser) -> None:
     """The options that say what runs. Each is short for a key of the configuration, but for the two files."""
     parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
-    parser.add_argument("--model", metavar="M", help="Hugging Face folder or hub id, or a recipe that makes a model")
+    parser.add_argument("--model", metavar="M", help="folder, hub id, run, checkpoint, or a recipe that makes a model")
     parser.add_argument("--learner", metavar="L", help="learner: id, file.py[:Name] or import path")
     parser.add_argument("--recipe", metavar="R", help="what to start from (see: envgym config recipes)")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
