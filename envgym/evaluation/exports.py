@@ -11,11 +11,13 @@ from envgym.run_folder import write_atomically
 from envgym.types import Group
 
 from .folder import EvalFolder
+from .inspect_log import write_inspect_logs
 
 
 def write_exports(folder: EvalFolder, result: Mapping[str, Any], groups: Mapping[str, Sequence[Group]]) -> None:
-    """Write `result.csv`."""
+    """Write `result.csv` and the logs."""
     write_atomically(folder.csv_file, table(result))
+    write_inspect_logs(folder.inspect, result, groups)
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -10,15 +10,39 @@ import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from envgym.types import Episode, Message, Status, StopReason
+from envgym.run_folder import write_atomically
+from envgym.types import Episode, Group, Message, Status, StopReason
 
 SCORER = "envgym"
 LIMITS = {"turns": "turn", "tokens": "token", "length": "token", "context": "context", "time": "time"}
 """Ours of the limits that inspect_ai has a name for; the others are `custom`."""
 STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens", StopReason.ABORT: "unknown"}
+SETTINGS = ("env", "split", "weight", "cluster", "samples", "sampling", "fingerprints")
+"""What of an environment's result says how it was played."""
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+
+
+def write_inspect_logs(folder: Path, result: Mapping[str, Any], groups: Mapping[str, Sequence[Group]]) -> None:
+    """Write a log for each environment of an evaluation into `folder`: its `result`, and the groups it played."""
+    folder.mkdir(exist_ok=True)
+    of_all = {name: result[name] for name in ("suite", "seed")}
+    for name, env in result["envs"].items():
+        log = inspect_log(
+            [episode for group in groups[name] for episode in group.episodes],
+            env=name,
+            model=result["model"],
+            created=result["began"],
+            completed=datetime.now(UTC).isoformat(timespec="seconds"),
+            metrics=inspect_metrics(env),
+            sampling=env["sampling"],
+            settings=of_all | {key: env[key] for key in SETTINGS},
+            version=result["fingerprints"]["envgym"],
+        )
+        write_atomically(folder / log_name(name, result["began"]), json.dumps(log, allow_nan=False) + "\n")
 
 
 def inspect_log(

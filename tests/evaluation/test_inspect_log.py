@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from envgym.evaluation.inspect_log import inspect_log, inspect_metrics, log_name
+from envgym.evaluation.inspect_log import inspect_log, inspect_metrics, log_name, write_inspect_logs
 from envgym.evaluation.result import result_of
 from envgym.types import (
     Episode,
@@ -237,6 +237,36 @@ def test_the_file_s_name_is_one_that_inspect_takes_for_a_log():
     assert (stamp, env) == ("2026-01-02T03-04-05+00-00", "math-verify-v0-x")
     assert log_name("a_b", CREATED) != log_name("a-b", CREATED)
     assert log_name("a_b", CREATED).removesuffix(".json").endswith(log_of(all_kinds(), "a_b")["eval"]["task_id"])
+
+
+def test_an_evaluation_leaves_a_log_for_each_environment(tmp_path):
+    groups = {"shop": all_kinds(), "dairy, greedy": all_kinds()[2:3]}
+    played = {
+        "env": {"name": "shop-v0"},
+        "split": "test",
+        "weight": 1.0,
+        "cluster": None,
+        "samples": 2,
+        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
+        "fingerprints": {"spec": "s"},
+    }
+    result = {
+        "suite": "smoke",
+        "seed": 42,
+        "model": "models/starter",
+        "began": CREATED,
+        "fingerprints": {"model": "m", "envgym": "0.1.0"},
+        "envs": {name: {**result_of(of), **played} for name, of in groups.items()},
+    }
+    for _ in range(2):  # an evaluation that is asked for again writes the same files
+        write_inspect_logs(tmp_path / "inspect", result, groups)
+    files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "inspect").iterdir()}
+    assert set(files) == {log_name(name, CREATED) for name in groups}
+    log = files[log_name("shop", CREATED)]
+    assert len(log["samples"]) == 8
+    assert log["results"]["scores"][0]["metrics"]["mean"]["value"] == result["envs"]["shop"]["score"]
+    assert log["eval"]["metadata"] == {"suite": "smoke", "seed": 42, **played}
+    assert log["eval"]["model_generate_config"]["temperature"] == 0.0
 
 
 def test_what_inspect_reads_as_a_log_s_header_comes_before_the_samples():
