@@ -416,7 +416,8 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel]) ->
     if first["type"] in ("model_type", "dict_type"):
         return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
     problem = first["msg"].removeprefix("Value error, ")
-    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}, got {first['input']!r:.60}"
+    got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
+    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}{got}"
 
 
 def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 
 class Service(BaseModel):
@@ -39,7 +40,7 @@ def _one_as_tuple(value: Any) -> Any:
 def _checked_name(name: str) -> str:
     # A key pasted where its variable's name belongs would be written into the run's folder.
     if name and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
-        raise ValueError("this is the name of an environment variable, not the key itself")
+        raise PydanticCustomError("secret", "this is the name of an environment variable, not the key itself")
     return name
 
 

@@ -64,12 +64,11 @@ class Counting(envgym.Env):
         return observation, 0.25, self.turns == 3, False, info
 
 
-def play(engine, env=Counting, **settings):
+def play(engine, env=Counting, deterministic=False, **settings):
     spec = EnvSpec("counting", env)
     agent = Chat(NoRenderer(), ChatConfig(**settings))
-    runner = Runner(
-        spec, agent, engine, RolloutConfig(retries=0, refills=0), max_model_len=0, seed=0, deterministic=False
-    )
+    config = RolloutConfig(retries=0, refills=0)
+    runner = Runner(spec, agent, engine, config, max_model_len=0, seed=0, deterministic=deterministic)
     sampling = SamplingParams(max_tokens=100)
     [group] = asyncio.run(runner.play([Task("t")], Play("eval", sampling, 1)))
     return group.episodes[0]
@@ -137,6 +136,15 @@ def test_a_budget_of_the_episode_bounds_each_turn():
     engine = Scripted(said("one"), said("two"), said("three"))
     play(engine, max_tokens=10)
     assert [request.sampling.max_tokens for request in engine.requests] == [10, 5, 4]
+
+
+def test_each_turn_has_a_seed_of_its_own_which_is_the_same_again():
+    engines = [Scripted(said("one"), said("two"), said("three")) for _ in range(2)]
+    for engine in engines:
+        play(engine, deterministic=True)
+    seeds = [[request.sampling.seed for request in engine.requests] for engine in engines]
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], None}) == 4
 
 
 def test_tokens_that_were_not_all_counted_are_not_summed():

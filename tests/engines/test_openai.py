@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -20,7 +21,8 @@ import envgym
 from envgym.config import resolve
 from envgym.engines.base import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
-from envgym.episode_record import from_record
+from envgym.env import EnvSpec
+from envgym.episode_record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.placement import make_agent, make_runner, running, sampling_of, set_up, start_sampling
 from envgym.rollout import Play
@@ -230,7 +232,7 @@ def faulty(fault, faults, then):
 @pytest.mark.parametrize("fault", [*FAULTS, "hang", "cut short"])
 def test_a_passing_fault_is_ridden_out(serving, fault):
     handler, seen = faulty(fault, 2, lambda request: says("fine"))
-    reply, counters = ask(serving, handler, timeout=0.3)
+    reply, counters = ask(serving, handler, timeout=1.0)
     assert reply.message.text == "fine"
     assert (len(seen), counters["requests"], counters["retries"], counters["failures"]) == (3, 3, 2, 0)
 
@@ -238,7 +240,7 @@ def test_a_passing_fault_is_ridden_out(serving, fault):
 @pytest.mark.parametrize("fault", [*FAULTS, "hang", "cut short"])
 def test_a_lasting_fault_is_a_failure_of_the_engine_that_may_pass(serving, fault):
     handler, seen = faulty(fault, 9, lambda request: says("fine"))
-    error, counters = ask(serving, handler, timeout=0.3)
+    error, counters = ask(serving, handler, timeout=1.0)
     assert isinstance(error, InvalidOutcome)
     assert (error.kind, error.retryable) == ("engine", True)
     assert re.match(r"m at http://\S+/v1 .* in 3 tries$", str(error))
@@ -431,24 +433,26 @@ class Display:
         self.notes.append(text)
 
 
-def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch, **settings):
-    """Groups of an evaluation as the command plays it, and what was noted."""
-    from envgym.env import EnvSpec
-
+def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch=None, engine=None, **settings):
+    """Groups of an evaluation as the command plays it, and what was noted. With `monkeypatch` the environment is `Sum`,
+    whatever the settings name."""
     display = Display()
 
     async def main():
         async with serving(handler) as url:
-            engine = {"kind": "openai", "base_url": f"{url}/v1", "timeout": 0.3, "tries": 2}
-            config = resolve({"env": "math_verify", "model": "m", "engine": engine, **settings})
+            api = {"kind": "openai", "base_url": f"{url}/v1", "timeout": 1.0, "tries": 2, **(engine or {})}
+            config = resolve({"env": "math_verify", "model": "m", "engine": api, **settings})
             stage = config.stages[0]
-            monkeypatch.setattr(type(stage), "make_spec", lambda self: EnvSpec("sum", Sum))
+            if monkeypatch is not None:
+                monkeypatch.setattr(type(stage), "make_spec", lambda self: EnvSpec("sum", Sum))
             folder = RunFolder(tmp_path)
             async with running(config, folder) as runtime, set_up(config, stage, runtime) as place:
                 agent = make_agent(stage, "m")
                 sampler, context = await start_sampling(config, stage, [place], agent, "m", display)
                 runner = make_runner(config, stage, place.spec, agent, sampler, context)
                 tasks = [Task(f"t{n}", f"{n}+{n}", answer=str(2 * n)) for n in range(n_tasks)]
+                if monkeypatch is None:
+                    tasks = [await place.spec.tasks("test").get(n) for n in range(n_tasks)]
                 play = Play("eval", sampling_of(stage, agent.renderer.stop_token_ids), 1)
                 return await runner.play(tasks, play)
 
@@ -514,6 +518,37 @@ def test_faults_that_pass_leave_no_trace_in_the_scores(serving, tmp_path, monkey
     assert sum(episode.metrics["completion_tokens"] for group in groups for episode in group.episodes) == 66
 
 
+def test_an_environment_with_tools_is_played_over_several_turns(serving, tmp_path):
+    """Every policy first calls what is not there, then writes broken JSON, then looks up what is asked."""
+
+    async def handler(request):
+        body = await request.json()
+        told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        if "tools" not in body:
+            return says("OK")
+        question = body["messages"][0]["content"]
+        last = told[-1] if told and told[-1].strip().isdigit() else re.search(r"\d+", question)[0]
+        asked = (
+            [call("nothing", "{}", "a")],
+            [call("get", '{"key": ', "b")],
+            *[[call("get", f'{{"key": {last}}}', "c")]] * 2,
+        )
+        if len(told) == 4:
+            return says(last)
+        # The API is told again what was called, in a form that it takes.
+        calls = [c for message in body["messages"] for c in message.get("tool_calls", ())]
+        assert all(isinstance(json.loads(c["function"]["arguments"]), dict) for c in calls)
+        assert [c["id"] for c in calls] == ["a", "b", "c", "c"][: len(told)]
+        return says(None, reason="tool_calls", tool_calls=asked[len(told)])
+
+    groups, _ = evaluate(serving, handler, tmp_path, 8, env={"name": "tool_use", "hops": [2]})
+    episodes = [group.episodes[0] for group in groups]
+    assert [episode.score for episode in episodes] == [1.0] * 8
+    assert {(episode.metrics["tool_calls"], episode.metrics["tool_malformed"]) for episode in episodes} == {(4, 2)}
+    assert {(len(episode.rows), len(episode.rows[0].turns)) for episode in episodes} == {(1, 5)}
+    assert {episode.metrics["completion_tokens"] for episode in episodes} == {10}
+
+
 def test_seeds_are_sent_in_deterministic_mode_alone(serving, tmp_path, monkeypatch):
     seeds = []
 
@@ -555,9 +590,29 @@ def test_an_api_that_is_busy_at_first_is_asked_all_the_same(serving, tmp_path, m
 
 
 def test_the_key_is_written_nowhere(serving, tmp_path, monkeypatch, caplog):
-    engine = {**API, "api_key_env": "TEST_KEY"}
-    config = resolve({"env": "math_verify", "model": "m", "engine": engine})
-    assert KEY not in json.dumps([config.model_dump(mode="json"), caplog.text])
+    caplog.set_level(logging.DEBUG)
+    keys = []
+
+    async def handler(request):
+        keys.append(request.headers["Authorization"])
+        if "+" not in (await request.json())["messages"][-1]["content"]:
+            return says("OK")
+        return web.json_response({"error": {"message": f"bad key {KEY}"}}, status=401)
+
+    engine = {"api_key_env": "TEST_KEY"}
+    groups, _ = evaluate(serving, handler, tmp_path, 2, monkeypatch, engine=engine, rollout={"refills": 0})
+    assert keys == [f"Bearer {KEY}"] * 3
+    records = [to_record(group.episodes[0]) for group in groups]
+    assert "bad key [secret]" in json.dumps(records)
+    saved = resolve({"env": "math_verify", "model": "m", "engine": {**API, **engine}}).to_yaml()
+    assert "api_key_env: TEST_KEY" in saved
+    assert KEY not in json.dumps([records, saved, caplog.text])
+
+
+def test_a_key_in_place_of_its_variable_is_not_repeated():
+    with pytest.raises(ConfigError) as refused:
+        resolve({"env": "math_verify", "model": "m", "engine": {**API, "api_key_env": KEY}})
+    assert str(refused.value).endswith("this is the name of an environment variable, not the key itself")
 
 
 # -- a real server ----------------------------------------------------------------------------------------------
