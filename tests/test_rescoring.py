@@ -1,5 +1,6 @@
 """Saved episodes judged again: the same turns on the same tasks, by another judge."""
 
+import asyncio
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from envgym import registry
 from envgym.config import resolve
 from envgym.display import Display
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.rescoring import recorded_actions, rescore, saved_groups
+from envgym.rollout import Play, Runner
 from envgym.saved_episodes import read_episodes, write_episodes
 from envgym.types import (
     Episode,
@@ -301,6 +304,30 @@ def test_math_verify_judges_what_another_system_wrote(folder):
     right, wrong = saved([r"\boxed{2}"]), saved([r"\boxed{3}"], member=1)
     new, _ = judge(folder, [right, wrong], "math_verify")
     assert [(each.score, each.answer) for each in new] == [(1.0, "2"), (0.0, "3")]
+
+
+def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
+    """Turns with tool calls, recorded by a replay and heard again by the tools."""
+    from envgym.agent import AgentConfig
+    from envgym.agents.replay import Replay
+    from envgym.config import RolloutConfig
+    from envgym.engines.base import SamplingParams
+    from envgym.render import load_tokenizer, make_renderer
+
+    async def demonstrated():
+        agent = Replay(make_renderer("auto", load_tokenizer(str(tiny_model))), AgentConfig())
+        async with registry.spec("tool_use", call_share=1.0) as spec:
+            tasks = [await spec.tasks("train").get(index) for index in range(4)]
+            runner = Runner(spec, agent, None, RolloutConfig(), max_model_len=0, seed=0, deterministic=False)
+            groups = await runner.play(tasks, Play("shown", SamplingParams(max_tokens=1), 1))
+        return [episode for group in groups for episode in group.episodes]
+
+    episodes = asyncio.run(demonstrated())
+    assert [each.outcome for each in episodes] == [Outcome.completed()] * 4
+    assert all(each.score is None and sum(len(row.turns) for row in each.rows) > 1 for each in episodes)
+    new, result = judge(folder, episodes, "tool_use", ".parquet")
+    assert [each.score for each in new] == [1.0] * 4
+    assert (result["short"], result["unused"], result["failures"]) == (0, 0, {})
 
 
 def test_a_real_reward_model_judges_as_it_does_in_a_run(folder, tiny_reward_model):
