@@ -549,6 +549,12 @@ def test_an_environment_with_tools_is_played_over_several_turns(serving, tmp_pat
     assert {episode.metrics["completion_tokens"] for episode in episodes} == {10}
 
 
+def test_an_environment_that_asks_the_policy_itself_is_refused(serving, tmp_path):
+    game = {"name": "textarena", "opponent": "policy"}
+    with pytest.raises(ConfigError, match=r"asks the policy itself \(opponent\), which engine.kind=openai cannot be"):
+        evaluate(serving, answering(lambda: says("OK")), tmp_path, 1, env=game)
+
+
 def test_seeds_are_sent_in_deterministic_mode_alone(serving, tmp_path, monkeypatch):
     seeds = []
 
