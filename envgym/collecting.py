@@ -71,9 +71,9 @@ def collect(
     that says what is kept.
     """
     check_target(out, overwrite=overwrite)
-    work = Unfinished(out)
+    work = Unfinished(out, overwrite=overwrite)
     with work.held():
-        work.begin(_settings(config.stages[-1], config, selection), overwrite=overwrite)
+        work.begin(_settings(config.stages[-1], config, selection))
         try:
             groups, seconds = asyncio.run(_play(config, selection, work, display))
         except KeyboardInterrupt:
@@ -111,8 +111,9 @@ def best_of(episodes: Sequence[Episode]) -> Episode | None:
 class Unfinished:
     """The folder beside the target in which a rollout is kept until it is whole: settings, episodes, workers' logs."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, *, overwrite: bool) -> None:
         self.path = out.with_name(out.name + ".unfinished")
+        self._overwrite = overwrite
         self.journal = Journal(self.path / "episodes.jsonl")
         self.played: dict[Place, Episode] = {}
         """The episodes that were here at the beginning."""
@@ -130,33 +131,30 @@ class Unfinished:
                 raise RunError(f"another envgym rollout is writing to {self.path}") from None
             yield
 
-    def begin(self, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-        """Go on with what is here where it was made with these settings. Raises `RunError` where it was not, unless it
-        may be overwritten."""
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Go on with what is here where it was made with these settings."""
         self.played = self.journal.played()
         if self.played:
             old = yaml.safe_load(self._settings_file.read_text(encoding="utf-8"))
             if changed := _differences(old, settings):
-                if not overwrite:
-                    raise RunError(
-                        f"{self.path} holds episodes that were played with other settings ({'; '.join(changed)}): "
-                        "give those, name another file, or begin anew with --overwrite"
-                    )
-                self.journal.path.unlink()
-                self.played = {}
+                self.differs(f"were played with other settings ({'; '.join(changed)})")
         (self.path / "logs").mkdir(exist_ok=True)
         write_atomically(self._settings_file, yaml.safe_dump(dict(settings), sort_keys=False))
         self.journal.open()
 
     def check_model(self, model: str) -> None:
-        """Raise `RunError` where the episodes that are here were sampled from other weights."""
+        """Go on only with the same weights."""
         found = str(model_fingerprint(model))
         if self.played and self._model_file.read_text(encoding="utf-8") != found:
-            raise RunError(
-                f"{self.path} holds episodes from before, and the model is not what it was since: begin anew with "
-                "--overwrite, or name another file"
-            )
+            self.differs("were sampled from other weights, which were the model's then")
         write_atomically(self._model_file, found)
+
+    def differs(self, how: str) -> None:
+        """What is here cannot go on: begin anew where it may be overwritten, else raise `RunError`."""
+        if not self._overwrite:
+            raise RunError(f"{self.path} holds episodes that {how}: name another file, or begin anew with --overwrite")
+        self.journal.path.write_bytes(b"")
+        self.played = {}
 
     def leave(self) -> None:
         """What was begun and came to nothing is not worth a folder."""
@@ -202,8 +200,7 @@ async def _play(
     display.phase(f"setting up {stage.env.name}")
     async with prepared(config, stage, RunFolder(work.path)) as place:
         tasks = await _tasks(place.spec, selection, display)
-        kept = work.played
-        _check_kept(kept, tasks, place.spec, selection, work.path)
+        _check_played(work, tasks, place.spec, selection)
         model = await fetch_model(stage.model, config, display)
         work.check_model(model)
         if not stage.agent_config()[0].samples:  # it plays what is recorded, not the policy
@@ -212,10 +209,10 @@ async def _play(
         engine, context = await start_sampling(config, stage, [place], agent, model, display)
         runner = make_runner(config, stage, place.spec, agent, engine, context)
         play = Play(selection.purpose, sampling_of(stage, agent.renderer.stop_token_ids), selection.samples)
-        if kept:
-            display.note(f"{len(kept)} episodes are kept from before")
+        if work.played:
+            display.note(f"{len(work.played)} episodes are kept from before")
         display.phase("playing")
-        groups = await runner.play(tasks, play, display.rollout, kept=kept, on_episode=work.journal.write)
+        groups = await runner.play(tasks, play, display.rollout, kept=work.played, on_episode=work.journal.write)
     return groups, time.monotonic() - began
 
 
@@ -238,25 +235,18 @@ async def _tasks(spec: EnvSpec, selection: Selection, display: Display) -> list[
     return [await tasks.get(index) for index in range(first, stop)]
 
 
-def _check_kept(
-    kept: Mapping[Place, Episode], tasks: Sequence[Task], spec: EnvSpec, selection: Selection, folder: Path
-) -> None:
-    """Refuse to mix episodes of an environment or of data that have changed since."""
+def _check_played(work: Unfinished, tasks: Sequence[Task], spec: EnvSpec, selection: Selection) -> None:
+    """Mix no episodes of an environment or of data that have changed since."""
     places = {f"{selection.purpose}/{index:05d}": task for index, task in enumerate(tasks)}
     codes: dict[int, dict[str, str]] = {}
-    for (group, _), episode in kept.items():
+    for (group, _), episode in work.played.items():
         task = places.get(group)
         if task is None or episode.fingerprints.get("task") != task_hash(task):
-            what = f"task {episode.task.key} is not what it was"
-        else:
-            part = spec.of(task)
-            now = codes.get(id(part)) or codes.setdefault(id(part), part.fingerprint())
-            if all(episode.fingerprints.get(name) == value for name, value in now.items()):
-                continue
-            what = f"the code or the settings of environment {part.id} have changed"
-        raise RunError(
-            f"{folder} holds episodes from before, and {what} since: begin anew with --overwrite, or name another file"
-        )
+            return work.differs(f"posed other tasks (one was {episode.task.key})")
+        part = spec.of(task)
+        now = codes.get(id(part)) or codes.setdefault(id(part), part.fingerprint())
+        if any(episode.fingerprints.get(name) != value for name, value in now.items()):
+            return work.differs(f"were played before the code of environment {part.id} changed, or its settings")
 
 
 def _summary(groups: Sequence[Group]) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from envgym.collecting import DEFAULT_TASKS, Selection, _tasks, best_of
+from envgym import registry
+from envgym.collecting import DEFAULT_TASKS, Selection, Unfinished, _check_played, _tasks, best_of
 from envgym.display import Display
 from envgym.env import EnvSpec, ListTasks, SeedTasks
-from envgym.errors import ConfigError, DataError
+from envgym.errors import ConfigError, DataError, RunError
+from envgym.fingerprint import task_hash
 from envgym.journal import Journal
 from envgym.saved_episodes import read_episodes
 from envgym.types import Episode, Outcome, Task
@@ -123,7 +125,7 @@ def test_other_settings_are_refused_and_named(folder, tiny_model):
     (folder / "slow.py").write_text(SLOW.replace("lower-case", "small"))  # the environment's code is a setting, too
     changed = run(folder, words(tiny_model))
     assert changed.returncode == 2
-    assert "the code or the settings of environment" in changed.stderr
+    assert re.search("before the code of environment .*slow.py changed", changed.stderr)
     assert (folder / "out.jsonl.unfinished" / "episodes.jsonl").read_bytes() == kept
     anew = run(folder, words(tiny_model, "--overwrite", *other, samples=("--best-of", 4)))
     assert (anew.returncode, anew.stderr) == (0, "")
@@ -148,6 +150,44 @@ def test_two_at_once_are_refused(folder, tiny_model):
         program.wait()
     assert second.returncode == 2
     assert "another envgym rollout is writing" in second.stderr
+
+
+def unfinished(folder, *, overwrite=False, settings=None):
+    work = Unfinished(folder / "out.jsonl", overwrite=overwrite)
+    with work.held():
+        work.begin(settings or {"rollout": {"temperature": 1.0}, "seed": 0})
+        work.check_model(str(folder / "model"))
+    return work
+
+
+def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert unfinished(tmp_path).played == {}
+    assert unfinished(tmp_path, settings={"seed": 9}).played == {}  # nothing is kept yet that could differ
+    unfinished(tmp_path).journal.write(member(0, 1.0))
+    assert [each.score for each in unfinished(tmp_path).played.values()] == [1.0]
+    with pytest.raises(RunError, match=r"rollout.temperature was 1.0 and is 0.5; seed was 0 and is 1\)"):
+        unfinished(tmp_path, settings={"rollout": {"temperature": 0.5}, "seed": 1})
+    (tmp_path / "model" / "config.json").write_text("{ }")
+    with pytest.raises(RunError, match="other weights"):
+        unfinished(tmp_path)
+    assert len(unfinished(tmp_path, overwrite=True).journal.played()) == 0
+    assert unfinished(tmp_path).played == {}
+
+
+def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
+    spec, tasks = registry.spec("math_verify"), [Task("a", "1 + 1"), Task("b", "1 + 2")]
+    episode = member(0)
+    episode.group = "rollout-train-00000/00001"
+    episode.fingerprints = {**spec.fingerprint(), "task": task_hash(tasks[1])}
+    work = unfinished(tmp_path)
+    work.played = {(episode.group, 0): episode}
+    _check_played(work, tasks, spec, Selection())
+    with pytest.raises(RunError, match="posed other tasks"):
+        _check_played(work, tasks[::-1], spec, Selection())
+    with pytest.raises(RunError, match="before the code of environment math_verify-v0 changed, or its settings"):
+        _check_played(work, tasks, registry.spec("math_verify", digits=3), Selection())
 
 
 # -- which tasks and which episodes -----------------------------------------------------------------------
