@@ -1,31 +1,121 @@
-"""`envgym serve`: an environment over HTTP."""
+"""`envgym serve`: environments over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError
 
 from .failures import Invocation
 from .parser import Parser, make_spec
+
+N = TypeVar("N", int, float)
+_NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
+"""NAME=E. Settings begin with `env.`, `data.` or the name of an environment and a dot."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "serve",
-        "E [--host H] [--port P] [key=value …]",
-        "Serve an environment over HTTP until Ctrl-C. Its address then stands wherever an environment does.",
-        "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000",
+        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [key=value …]",
+        "Serve environments over HTTP until Ctrl-C. Their addresses then stand wherever an environment does.",
+        "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000/math_verify",
     )
-    parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name] or import path")
+    parser.add_argument(
+        "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
+    )
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", metavar="P", type=int, default=8000, help="port; 0 takes a free one (8000)")
+    parser.add_argument(
+        "--token-file", metavar="F", type=Path, help="clients: lines NAME TOKEN [max_sessions=N], or one token"
+    )
+    parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="sessions at once (10000)")
+    parser.add_argument(
+        "--lease-seconds", metavar="S", type=float, default=60.0, help="a session not heard of so long is closed (60)"
+    )
+    parser.add_argument(
+        "--drain-seconds", metavar="S", type=float, default=20.0, help="sessions may go on so long at the end (20)"
+    )
+    parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
+    parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
     options, words = parser.parse_with_words(arguments)
-    spec = make_spec(options.env, words)
+    specs = make_specs(*split_words([*options.envs, *words]))
 
+    from envgym.remote.limits import Limits
     from envgym.remote.server import serve
 
-    def on_ready(url: str) -> None:
-        print(f"serving {spec.id} at {url} (Ctrl-C ends it)", flush=True)
+    limits = Limits(
+        max_sessions=at_least(1, "--max-sessions", options.max_sessions),
+        lease_seconds=at_least(0.1, "--lease-seconds", options.lease_seconds),
+        drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds),
+    )
 
-    asyncio.run(serve(spec, options.host, options.port, on_ready=on_ready))
+    def on_ready(url: str) -> None:
+        for name, spec in specs.items():
+            print(f"serving {spec.id} at {url}/{name} (Ctrl-C ends it)", flush=True)
+
+    asyncio.run(
+        serve(
+            specs,
+            options.host,
+            options.port,
+            on_ready=on_ready,
+            limits=limits,
+            token_file=options.token_file,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+        )
+    )
     return 0
+
+
+def split_words(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """The environments, each as (name or nothing, E), and the settings."""
+    environments, settings = [], []
+    for word in words:
+        if named := _NAMED.fullmatch(word):
+            environments.append((named.group(1), named.group(2)))
+        elif "=" in word and not word.startswith(("http://", "https://")):
+            settings.append(word)
+        else:
+            environments.append(("", word))
+    return environments, settings
+
+
+def make_specs(environments: Sequence[tuple[str, str]], settings: Sequence[str]) -> dict[str, EnvSpec]:
+    """The environments by their names. Where there are several, a setting begins with the name of its own:
+    `NAME.env.KEY=VALUE`."""
+    from envgym.remote.server import check_name, name_of
+
+    if not environments:
+        raise ConfigError("name an environment to serve. See: envgym serve --help")
+    if len(environments) == 1:
+        [(name, target)] = environments
+        own = [setting.removeprefix(f"{name}.") if name else setting for setting in settings]
+        spec = make_spec(target, own)
+        return {name or name_of(spec): spec}
+    specs: dict[str, EnvSpec] = {}
+    left = list(settings)
+    for given, target in environments:
+        # Without settings first, where the name is the environment's own to say.
+        name = given or name_of(make_spec(target, ()))
+        check_name(name)
+        own = [setting for setting in left if setting.startswith(f"{name}.")]
+        left = [setting for setting in left if setting not in own]
+        if name in specs:
+            raise ConfigError(f"two environments are called {name!r}: name one of them, NAME={target}")
+        specs[name] = make_spec(target, [setting.removeprefix(f"{name}.") for setting in own])
+    if left:
+        raise ConfigError(f"{left[0]!r} is whose setting? Of several environments it is written NAME.env.KEY=VALUE")
+    return specs
+
+
+def at_least(least: N, option: str, value: N) -> N:
+    if not value >= least:
+        raise ConfigError(f"{option} is at least {least:g}, not {value:g}")
+    return value

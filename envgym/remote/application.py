@@ -1,150 +1,317 @@
-"""The server's routes: requests to sessions and tasks, and every error to an RFC 9457 problem."""
+"""The server's answers: every request to a session, an environment or the server's state, every error to a problem."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import functools
+import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from envgym.env import EnvSpec
-from envgym.errors import EnvgymError
 
-from .sessions import IDLE_SECONDS, Sessions
-from .wire import MAX_BODY, MAX_PAGE, EnvDescription, Opening, Problem, ProblemBody, Split, Step, TaskPage, encode
+from . import openapi
+from .connections import Connections, problem_response
+from .encoding import encode
+from .hosted import Hosted
+from .limits import Limits
+from .prometheus import CONTENT_TYPE, ServerMetrics
+from .routes import Route, match
+from .sessions import RETRY_SECONDS, Session, Sessions
+from .tokens import ANYONE, Client, Tokens
+from .wire import (
+    Alive,
+    Batch,
+    BatchOpen,
+    BatchStep,
+    EnvList,
+    Group,
+    Health,
+    Heartbeat,
+    Opening,
+    Problem,
+    ProblemBody,
+    Step,
+    TaskQuery,
+)
 
-DRAIN_SECONDS = 10.0
-"""How long requests in flight may take to finish once the server is asked to stop."""
-SPLITS = ("train", "test")
+SHUTDOWN_SECONDS = 10.0
+"""How long requests in flight may take to finish at the end."""
 
 logger = logging.getLogger(__name__)
-B = TypeVar("B", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw."""
+
+    client: Client
+    values: list[str]
+    query: Any = None
+    body: Any = None
+    raw: bytes = b""
 
 
 class Application:
-    """The routes over one environment, and its sessions."""
+    """The routes over some environments, and their sessions."""
 
-    def __init__(self, spec: EnvSpec) -> None:
-        self._spec = spec
-        self._sessions = Sessions(spec)
-        self._draining = False
+    def __init__(self, specs: Mapping[str, EnvSpec], limits: Limits, tokens: Tokens | None) -> None:
+        self.metrics_kept = ServerMetrics(lambda: self.sessions.open_by_env())
+        self._environments = {name: Hosted(name, spec, limits, self.metrics_kept) for name, spec in specs.items()}
+        self.sessions = Sessions(self._environments, limits, self.metrics_kept)
+        self._limits = limits
+        self._tokens = tokens
+        self._openapi = openapi.document("envgym", tokens=tokens is not None)
 
     @contextlib.asynccontextmanager
-    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+    async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
         """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_get("/v1/env", self._describe)
-        app.router.add_get("/v1/tasks", self._tasks)
-        app.router.add_post("/v1/sessions", self._open)
-        app.router.add_post("/v1/sessions/{session_id}/step", self._step)
-        app.router.add_delete("/v1/sessions/{session_id}", self._close)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_SECONDS)
+        runner = web.ServerRunner(Connections(self._handle, self._limits.max_body), shutdown_timeout=SHUTDOWN_SECONDS)
         await runner.setup()
         reaper = asyncio.create_task(self._reap())
         try:
-            await web.SockSite(runner, listener, backlog=1024).start()
+            await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
             yield
         finally:
-            self._draining = True
+            self.sessions.draining = True
             reaper.cancel()
             await runner.cleanup()
-            await self._sessions.close_all()
+            await self.sessions.close_all()
+
+    async def drain(self) -> None:
+        """Take no new sessions, and wait for those there are to be closed, as long as the limits allow."""
+        self.sessions.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.drain_seconds):
+                await self.sessions.emptied()
 
     async def _reap(self) -> None:
         while True:
-            await asyncio.sleep(IDLE_SECONDS / 10)
-            await self._sessions.close_idle()
+            await asyncio.sleep(self._limits.lease_seconds / 10)
+            try:
+                await self.sessions.close_expired()
+            except Exception:
+                logger.exception("closing expired sessions")
 
     # -- routes -------------------------------------------------------------------------------------------
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return _json(b'{"status":"ok"}')
+    async def list_envs(self, call: Call) -> bytes:
+        envs = tuple(hosted.describe() for hosted in self._environments.values())
+        limits = self._limits
+        return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=limits.max_sessions))
 
-    async def _describe(self, request: web.Request) -> web.Response:
-        splits = {name: self._split(name) for name in SPLITS}
-        services = {name: type(service).__name__ for name, service in self._spec.services.items()}
-        return _json(encode(EnvDescription(id=self._spec.id, splits=splits, services=services)))
+    async def describe(self, call: Call) -> bytes:
+        return encode(self.sessions.environment(call.values[0]).describe())
 
-    def _split(self, name: str) -> Split:
+    async def tasks(self, call: Call) -> bytes:
+        query: TaskQuery = call.query
+        return await self.sessions.environment(call.values[0]).page(query)
+
+    async def score_group(self, call: Call) -> bytes:
+        group: Group = call.body
+        return await self.sessions.environment(call.values[0]).score_group(call.client.name, group, call.raw)
+
+    async def open(self, call: Call) -> bytes:
+        opening: Opening = call.body
+        session = self.sessions.open(call.client, opening)
+        return await session.answer(session.opened())
+
+    async def heartbeat(self, call: Call) -> bytes:
+        heartbeat: Heartbeat = call.body
+        return encode(Alive(alive=self.sessions.alive(call.client, heartbeat.session_ids)))
+
+    async def step(self, call: Call) -> bytes:
+        step: Step = call.body
+        session = self.sessions.get(call.client, call.values[0])
+        return await session.answer(session.step(step))
+
+    async def close(self, call: Call) -> None:
+        await self.sessions.close(call.client.name, call.values[0])
+
+    async def batch(self, call: Call) -> bytes:
+        batch: Batch = call.body
+        begun = [self._begin(call.client, request) for request in batch.requests]  # side by side from here on
+        return b'{"answers":[' + b",".join([await self._finish(work) for work in begun]) + b"]}"
+
+    def _begin(
+        self, client: Client, request: Any
+    ) -> tuple[Session, asyncio.Task[bytes]] | asyncio.Task[None] | Problem:
         try:
-            return Split(size=self._spec.tasks(name).size)
-        except EnvgymError as error:  # no held-out file, say: the other split is still of use
-            return Split(error=str(error))
-
-    async def _tasks(self, request: web.Request) -> web.Response:
-        try:
-            split = request.query["split"]
-            start, count = int(request.query.get("start", 0)), int(request.query.get("count", 100))
-        except (KeyError, ValueError):
-            raise Problem(422, "invalid-request", "give split, and start and count as whole numbers") from None
-        if split not in SPLITS or start < 0 or not 1 <= count <= MAX_PAGE:
-            rule = f"split is one of {', '.join(SPLITS)}, start at least 0, count 1 to {MAX_PAGE}"
-            raise Problem(422, "invalid-request", rule)
-        try:
-            tasks = self._spec.tasks(split)
-            end = start + count if tasks.size is None else min(start + count, tasks.size)
-            page = tuple([await tasks.get(index) for index in range(start, end)])
-            return _json(encode(TaskPage(split=split, start=start, tasks=page)))
-        except Exception as error:
-            logger.exception("reading tasks %d to %d of %s", start, start + count, split)
-            raise Problem(500, "environment-error", str(error), error=type(error).__name__) from None
-
-    async def _open(self, request: web.Request) -> web.Response:
-        opening = await self._read(request, Opening)
-        return _json(await self._sessions.open(opening).opened())
-
-    async def _step(self, request: web.Request) -> web.Response:
-        step = await self._read(request, Step)
-        return _json(await self._sessions[request.match_info["session_id"]].step(step))
-
-    async def _close(self, request: web.Request) -> web.Response:
-        await self._sessions.close(request.match_info["session_id"])
-        return web.Response(status=204)
-
-    async def _read(self, request: web.Request, model: type[B]) -> B:
-        # Web pages can make a browser post plain text to a loopback address, but not JSON.
-        if request.content_type != "application/json":
-            raise Problem(415, "invalid-request", "send the body as application/json")
-        body = await request.read()
-        if self._draining:
-            raise Problem(503, "shutting-down", "the server is shutting down")
-        try:
-            return model.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the body"
-            raise Problem(422, "invalid-request", f"{where}: {first['msg'].lower()}") from None
-
-    # -- errors -------------------------------------------------------------------------------------------
-
-    @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Answer every error as a problem; the server lives on."""
-        try:
-            return await handler(request)
+            if isinstance(request, BatchStep):
+                session = self.sessions.get(client, request.session_id)
+                return session, session.step(request)
+            if isinstance(request, BatchOpen):
+                session = self.sessions.open(client, request)
+                return session, session.opened()
+            return asyncio.create_task(self.sessions.close(client.name, request.session_id))
         except Problem as problem:
-            return _problem(problem.body)
-        except web.HTTPException as error:  # no such route, method or room
-            detail = f"{request.method} {request.path}: {error.reason.lower()}"
-            return _problem(ProblemBody(title=error.reason, status=error.status, detail=detail))
+            return problem
+
+    async def _finish(self, work: tuple[Session, asyncio.Task[bytes]] | asyncio.Task[None] | Problem) -> bytes:
+        if isinstance(work, asyncio.Task):
+            await work
+            return b'{"status":204,"body":null}'
+        if not isinstance(work, Problem):
+            session, task = work
+            try:
+                return b'{"status":200,"body":' + await session.answer(task) + b"}"
+            except Problem as problem:
+                work = problem
+        self._count(work.body)
+        return b'{"status":%d,"body":%b}' % (work.status, encode(work.body))
+
+    async def live(self, call: Call) -> bytes:
+        return encode(Health(status="ok"))
+
+    async def ready(self, call: Call) -> bytes:
+        if self.sessions.draining:
+            raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
+        return encode(Health(status="ready"))
+
+    async def metrics(self, call: Call) -> web.Response:
+        return web.Response(body=self.metrics_kept.text().encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, call: Call) -> bytes:
+        return self._openapi
+
+    # -- from request to call -----------------------------------------------------------------------------
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; every error is a problem, and the server lives on."""
+        try:
+            route, call = await self._admit(request)
+            answer = await getattr(self, route.name)(call)
+        except Problem as problem:
+            return self._refuse(request, problem)
         except Exception:
-            logger.exception("%s %s", request.method, request.path)
-            return _problem(Problem(500, "internal-error", "a defect of the server; its log has more").body)
+            logger.exception("%s %s", request.method, request.rel_url.raw_path)
+            return self._refuse(request, Problem(500, "internal-error", "a defect of the server; its log has more"))
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="application/json")
+        return web.Response(status=204) if answer is None else answer
+
+    async def _admit(self, request: web.BaseRequest) -> tuple[Route, Call]:
+        """The route and the call of a request. Raises a `Problem` where it may not, or cannot, be carried out."""
+        routes, values = _NO_ROUTES
+        missing: Problem | None = None
+        try:
+            routes, values = match(request.rel_url.raw_path)
+        except Problem as problem:
+            missing = problem
+        method = "GET" if request.method == "HEAD" else request.method
+        route = routes.get(method)
+        client = ANYONE
+        if self._tokens is None:
+            _refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+        elif route is None or not route.open:  # who has no token is not told what there is
+            client = self._tokens.client(request.headers.get("Authorization"))
+        if missing is not None:
+            raise missing
+        if route is None:
+            raise _MethodNotAllowed(routes)
+        call = Call(client, values)
+        if route.query is not None:
+            call.query = _query(route.query, request)
+        if route.body is not None:
+            call.raw = await self._read(request)
+            call.body = _parse(route.body, call.raw)
+        return route, call
+
+    async def _read(self, request: web.BaseRequest) -> bytes:
+        # Web pages can make a browser post plain text to a loopback address, but not JSON.
+        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+            raise Problem(415, "invalid-request", "send the body as application/json, not compressed")
+        limit = self._limits.max_body
+        too_large = Problem(413, "too-large", f"a body has at most {limit} bytes")
+        if (request.content_length or 0) > limit:
+            raise too_large
+        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            if request.content.is_eof():  # it came with the head
+                return await request.read()
+            async with asyncio.timeout(self._limits.body_seconds):
+                return await request.read()
+        except TimeoutError:
+            detail = f"the body did not arrive within {self._limits.body_seconds:g} s"
+            raise Problem(408, "too-slow", detail) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise too_large from None
+        except Exception as error:  # a broken chunk, a connection that ended: whatever it is, the sender's
+            raise Problem(400, "invalid-request", f"the body cannot be read ({type(error).__name__})") from None
+
+    def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
+        self._count(problem.body)
+        response = problem_response(problem)
+        if isinstance(problem, _MethodNotAllowed):
+            response.headers["Allow"] = ", ".join(problem.allowed)
+        if not request.content.is_eof():  # the rest of the body is not wanted
+            response.force_close()
+        return response
+
+    def _count(self, problem: ProblemBody) -> None:
+        if problem.kind not in ("environment-error", "environment-timeout"):
+            self.metrics_kept.rejected.add(problem.kind)
 
 
-def _json(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+_NO_ROUTES: tuple[Mapping[str, Route], list[str]] = ({}, [])
 
 
-def _problem(body: ProblemBody) -> web.Response:
-    text = json.dumps(body.model_dump(exclude={"error"} if not body.error else None))
-    return web.Response(text=text, status=body.status, content_type="application/problem+json")
+class _MethodNotAllowed(Problem):
+    def __init__(self, routes: Mapping[str, Route]) -> None:
+        self.allowed = sorted({*routes, *(["HEAD"] if "GET" in routes else [])})
+        super().__init__(405, "invalid-request", f"this path answers {', '.join(self.allowed)}")
+
+
+def _refuse_web_pages(host: str, origin: str | None) -> None:
+    """A server without tokens is for programs of this machine.
+
+    A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
+    it answers. Browsers say so: in `Origin`, and in `Host`.
+    """
+    if origin is not None:
+        raise Problem(403, "forbidden", "web pages may not use a server without tokens")
+    if not _is_loopback(host):
+        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_loopback(host: str) -> bool:
+    """Whether a `Host` header, with or without a port, names this machine's own address."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _query(model: type[BaseModel], request: web.BaseRequest) -> BaseModel:
+    given = request.rel_url.query
+    if len(given) > len(set(given)):
+        raise Problem(422, "invalid-request", "a parameter of the query comes twice")
+    try:
+        return model.model_validate_strings(dict(given))
+    except ValidationError as error:
+        raise _invalid(error, "the query") from None
+
+
+def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
+    try:
+        return model.model_validate_json(body, strict=True)
+    except ValidationError as error:
+        raise _invalid(error, "the body") from None
+
+
+def _invalid(error: ValidationError, whole: str) -> Problem:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or whole
+    detail = f"{where}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
+    return Problem(422, "invalid-request", detail)

@@ -9,6 +9,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field, ValidationError
@@ -17,8 +18,9 @@ from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.types import Action, Observation, Task
 
+from .encoding import encode
 from .transport import Counters, RemoteError, Transport
-from .wire import VERSION, EnvDescription, Opened, Opening, Step, Stepped, TaskPage, encode
+from .wire import VERSION, EnvDescription, EnvList, Opened, Opening, Step, Stepped, TaskPage
 
 SETUP_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
@@ -67,16 +69,25 @@ class RemoteEnvSpec(EnvSpec):
         seconds = min(SETUP_SECONDS, self.config.timeout)
         try:
             # One try: at the start a wrong address is likelier than a passing fault.
-            description = await self.call(EnvDescription, "GET", "/v1/env", seconds=seconds, tries=1)
-            if description.version != VERSION:
+            served = await self.call(EnvList, "GET", "/v1/envs", seconds=seconds, tries=1)
+            if served.version != VERSION:
                 raise ConfigError(
-                    f"{self.id} speaks version {description.version} of the protocol, this envgym version {VERSION}: "
+                    f"{self.id} speaks version {served.version} of the protocol, this envgym version {VERSION}: "
                     "install the same envgym on both sides"
                 )
+            description = self._choose(served)
         except BaseException:
             await self.teardown()
             raise
         self._description = description
+
+    def _choose(self, served: EnvList) -> EnvDescription:
+        name = urlsplit(self.id).path.strip("/")
+        found = [env for env in served.envs if name in ("", env.name)]
+        if len(found) != 1:
+            known = ", ".join(env.name for env in served.envs)
+            raise ConfigError(f"{self.id}: the address ends in the name of one of the server's environments: {known}")
+        return found[0]
 
     async def teardown(self) -> None:
         transport = self._transports.pop(asyncio.get_running_loop(), None)
@@ -126,7 +137,7 @@ class RemoteEnvSpec(EnvSpec):
     def _transport(self) -> Transport:
         loop = asyncio.get_running_loop()
         if loop not in self._transports:
-            self._transports[loop] = Transport(self.id, self.counters)
+            self._transports[loop] = Transport("{0.scheme}://{0.netloc}".format(urlsplit(self.id)), self.counters)
         return self._transports[loop]
 
 
@@ -157,7 +168,7 @@ class RemoteTasks(TaskSet):
         return (await asyncio.shield(self._reading[number]))[offset]
 
     async def _read(self, number: int) -> tuple[Task, ...]:
-        path = f"/v1/tasks?split={self._split}&start={number * PAGE}&count={PAGE}"
+        path = f"/v1/envs/{self._spec.description.name}/tasks?split={self._split}&start={number * PAGE}&count={PAGE}"
         page = await self._spec.call(TaskPage, "GET", path, seconds=self._spec.config.timeout)
         self._pages[number] = page.tasks
         if len(self._pages) > PAGES:
@@ -195,7 +206,7 @@ class RemoteEnv(CheckedEnv):
         if not isinstance(task, Task | None):
             raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
         self._session, self._next_step = uuid.uuid4().hex, 0
-        opening = Opening(session_id=self._session, seed=seed, task=task, options=given)
+        opening = Opening(session_id=self._session, env=self.spec.description.name, seed=seed, task=task, options=given)
         opened = await self.spec.call(Opened, "POST", "/v1/sessions", opening, seconds=self.spec.config.timeout)
         self.spec.report_dropped(opened.dropped)
         self.task = opened.task if task is None else task

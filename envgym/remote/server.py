@@ -1,36 +1,96 @@
-"""`envgym serve`: one environment over HTTP, on this machine only."""
+"""`envgym serve`: environments over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.registry import parse_env_id
 from envgym.services import Policy, start_services
 
 from .application import Application
+from .limits import Limits
+from .tokens import Tokens
+
+RESERVED = {"v1", "livez", "readyz", "metrics", "openapi.json"}
+"""First parts of the server's own paths."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+logger = logging.getLogger(__name__)
 
 
-async def serve(spec: EnvSpec, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:
-    """Serve `spec` at `host:port` until SIGINT or SIGTERM, then finish what runs and close everything.
+async def serve(
+    specs: Mapping[str, EnvSpec],
+    host: str,
+    port: int,
+    *,
+    on_ready: Callable[[str], None],
+    limits: Limits | None = None,
+    token_file: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+) -> None:
+    """Serve the environments, by their names, at `host:port` until SIGINT or SIGTERM.
 
-    `on_ready` gets the URL once the server answers; port 0 picks a free one. A second signal ends it at once.
+    Then sessions may go on for `limits.drain_seconds` while new ones are refused; what is left is closed. A second
+    signal ends it at once. `on_ready` gets the server's URL once it answers; port 0 picks a free one.
 
-    Raises `ConfigError` for an address that is taken, unknown or not this machine's loopback, and for an
-    environment that cannot be served yet.
+    Raises `ConfigError` for an address that is taken, unknown, or public without tokens, for a token file or a
+    certificate that cannot be used, and for an environment that cannot be served.
     """
-    check_servable(spec)
+    for name, spec in specs.items():
+        check_name(name)
+        check_servable(spec)
+    limits = limits or Limits()
+    tokens = None if token_file is None else Tokens.read(token_file)
+    tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
     stopping = asyncio.Event()
-    with listen(host, port) as listener, stop_signals(stopping):
-        async with start_services(spec), Application(spec).running(listener):
-            bound, bound_port = listener.getsockname()[:2]
-            on_ready(f"http://[{bound}]:{bound_port}" if ":" in bound else f"http://{bound}:{bound_port}")
-            await stopping.wait()
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(host, port, public=tokens is not None))
+        bound, bound_port = listener.getsockname()[:2]
+        if tls is None and not ipaddress.ip_address(bound).is_loopback:
+            logger.warning(
+                "serving on %s without TLS: tokens and episodes can be read on the way; give --tls-cert and --tls-key, "
+                "or put a proxy with TLS before it",
+                bound,
+            )
+        stack.enter_context(stop_signals(stopping))
+        for spec in specs.values():
+            await stack.enter_async_context(start_services(spec))
+        application = Application(specs, limits, tokens)
+        await stack.enter_async_context(application.running(listener, tls))
+        address = f"[{bound}]" if ":" in bound else bound
+        on_ready(f"{'http' if tls is None else 'https'}://{address}:{bound_port}")
+        await stopping.wait()
+        await application.drain()
+
+
+def name_of(spec: EnvSpec) -> str:
+    """What an environment is called on a server unless told otherwise: its id without namespace, version and folder."""
+    id = spec.id
+    target, _, name = id.rpartition(":")
+    if target and _NAME.fullmatch(name):  # file.py:Name, package.module:Name
+        return name
+    last = id.rstrip("/").rpartition("/")[2].removesuffix(".py")
+    with contextlib.suppress(ConfigError):
+        last = parse_env_id(last)[1]
+    return last
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a name that cannot stand in the server's addresses."""
+    if not _NAME.fullmatch(name) or name in RESERVED:
+        raise ConfigError(f"an environment cannot be served as {name!r}: choose a name and write NAME=E")
 
 
 def check_servable(spec: EnvSpec) -> None:
@@ -40,20 +100,38 @@ def check_servable(spec: EnvSpec) -> None:
             f"environment {spec.id} plays against the policy in training ({opponents[0]}), which is not here: give it "
             "another model, or train without a server"
         )
-    if judging := [part.id for part in spec.parts() if type(part).score_group is not EnvSpec.score_group]:
-        raise ConfigError(f"environment {judging[0]} scores groups of episodes: that cannot be served over HTTP yet")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to a loopback address, not yet accepting: clients are refused until the server is ready."""
+def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
+    """TLS by a certificate (with its chain) and its key, both PEM. Raises `ConfigError` where they cannot be used."""
+    if cert is None or key is None:
+        raise ConfigError("TLS takes both files: --tls-cert F --tls-key F")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        # Nobody is there to type a pass phrase.
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        missing = next((file for file in (cert, key) if not file.is_file()), None)
+        what = f"{missing} is not there" if missing else f"{cert} and {key}: {error.strerror or error}"
+        raise ConfigError(f"TLS: {what}") from None
+    return context
+
+
+def listen(host: str, port: int, *, public: bool = False) -> socket.socket:
+    """A socket bound to an address, not yet accepting: clients are refused until the server is ready.
+
+    An empty host is every address. Unless `public`, only loopback addresses are taken.
+    """
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
     except (OSError, UnicodeError, OverflowError):
         raise ConfigError(f"cannot serve on {host}:{port}: no such address; use --host 127.0.0.1") from None
-    if not host or not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+    if not public and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"refusing to serve on {host or 'every address'}: whoever can reach it could use the environment, and "
-            "tokens come in a later version; use --host 127.0.0.1, and an SSH tunnel from other machines"
+            f"refusing to serve on {host or 'every address'} without tokens: whoever can reach it could use the "
+            "environment; give --token-file F, or use --host 127.0.0.1 and an SSH tunnel from other machines"
         )
     listener = socket.socket(family, kind, protocol)
     try:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from envgym.env import CheckedEnv, EnvSpec
+from envgym.env import CheckedEnv
+from envgym.types import Action
 
-from .wire import Opened, Opening, Problem, Step, Stepped, encodable_info, encode
+from .encoding import encodable_info, encode
+from .hosted import Hosted
+from .limits import Limits
+from .prometheus import ServerMetrics
+from .tokens import Client
+from .wire import Opened, Opening, Problem, Step, Stepped
 
-CALL_SECONDS = 600.0
-"""How long an environment may take to answer one reset or step."""
 CLOSE_SECONDS = 10.0
 """How long an environment may take to stop and to close."""
-IDLE_SECONDS = 1800.0
-"""After this long without a request a session is closed: its client is gone."""
+RETRY_SECONDS = 1.0
+"""When a client that was refused for want of room should ask again."""
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Session:
@@ -30,74 +33,98 @@ class Session:
     and the repeated request waits for the same task.
     """
 
-    def __init__(self, spec: EnvSpec, opening: Opening) -> None:
-        self.opening = opening
-        self.last_used = time.monotonic()
-        self._spec = spec
+    def __init__(self, hosted: Hosted, opening: Opening, limits: Limits, metrics: ServerMetrics) -> None:
+        self.hosted = hosted
+        self.id = opening.session_id
+        self._asked = _asked(opening)
+        self._limits = limits
+        self._metrics = metrics
+        self._last_used = time.monotonic()
         self._env: CheckedEnv | None = None
-        self._opened = asyncio.create_task(self._open())
-        self._step: Step | None = None
-        self._stepped: asyncio.Task[bytes] = self._opened
+        self._step_id = -1
+        self._action: Action | None = None
+        self._opened = asyncio.create_task(self._open(opening))
+        self._stepped = self._opened
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last request; 0 while the environment is at work."""
-        return time.monotonic() - self.last_used if self._stepped.done() else 0.0
+        """Seconds since the last request, or since the environment was last at work; 0 while it is."""
+        return time.monotonic() - self._last_used if self._stepped.done() else 0.0
 
-    async def opened(self) -> bytes:
-        """The answer to the request that opened this session, an encoded `Opened`."""
-        self.last_used = time.monotonic()
-        return await self._answer(self._opened)
+    def touch(self) -> None:
+        """The lease begins anew."""
+        self._last_used = time.monotonic()
 
-    async def step(self, step: Step) -> bytes:
-        """The answer to one step, an encoded `Stepped`; to the last step again if it is asked for again."""
-        self.last_used = time.monotonic()
-        last = -1 if self._step is None else self._step.step_id
-        if step.step_id == last:
-            if step != self._step:
-                raise Problem(409, "step-conflict", f"step {last} was taken already, with another action")
-        elif step.step_id == last + 1 and self._stepped.done():
-            self._step, self._stepped = step, asyncio.create_task(self._take(step))
+    def opened_by(self, opening: Opening) -> bool:
+        """Whether `opening` asks for what this session was opened with."""
+        return self._asked == _asked(opening)
+
+    def opened(self) -> asyncio.Task[bytes]:
+        """The work that opens the session; gives an encoded `Opened`."""
+        self.touch()
+        return self._opened
+
+    def step(self, step: Step) -> asyncio.Task[bytes]:
+        """The work of one step, begun now, or before if it is asked for again; gives an encoded `Stepped`."""
+        self.touch()
+        if step.step_id == self._step_id:
+            if step.action != self._action:
+                raise Problem(409, "step-conflict", f"step {step.step_id} was taken already, with another action")
+        elif step.step_id == self._step_id + 1 and self._stepped.done():
+            self._step_id, self._action = step.step_id, step.action
+            self._stepped = asyncio.create_task(self._take(step.action))
         else:
-            raise Problem(409, "step-conflict", f"step {step.step_id} cannot follow step {last}")
-        return await self._answer(self._stepped)
+            raise Problem(409, "step-conflict", f"step {step.step_id} cannot follow step {self._step_id}")
+        return self._stepped
+
+    async def answer(self, work: asyncio.Task[bytes]) -> bytes:
+        """What `work` of this session comes to; it goes on when whoever waits here is cancelled."""
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise Problem(404, "session-not-found", f"session {self.id} was closed meanwhile") from None
+            raise
 
     async def close(self) -> None:
         """Stop what runs and close the environment, whatever state it is in."""
         self._stepped.cancel()
         await asyncio.wait([self._stepped], timeout=CLOSE_SECONDS)
+        for work in (self._opened, self._stepped):
+            if work.done() and not work.cancelled():
+                work.exception()  # its client may never have asked
         if self._env is not None:
             try:
                 await asyncio.wait_for(self._env.close(), CLOSE_SECONDS)
             except Exception:  # the session is over either way; its client has nobody to tell
-                logger.exception("session %s: the environment did not close", self.opening.session_id)
+                logger.exception("session %s: the environment did not close", self.id)
 
-    async def _answer(self, work: asyncio.Task[bytes]) -> bytes:
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            if work.cancelled():
-                raise Problem(404, "session-not-found", f"session {self.opening.session_id} closed meanwhile") from None
-            raise
-
-    async def _open(self) -> bytes:
+    async def _open(self, opening: Opening) -> bytes:
         async def reset() -> bytes:
-            env = self._env = self._spec.make()
-            options = dict(self.opening.options)
-            if self.opening.task is not None:
-                options["task"] = self.opening.task
-            observation, info = await env.reset(seed=self.opening.seed, options=options)
+            env = self._env = self.hosted.spec.make()
+            options = dict(opening.options)
+            options.pop("task", None)  # it has a place of its own
+            if opening.task is not None:
+                options["task"] = opening.task
+            observation, info = await env.reset(seed=opening.seed, options=options)
             assert env.task is not None
             kept, dropped = encodable_info(info)
-            return encode(Opened(task=env.task, observation=observation, info=kept, dropped=dropped))
+            lease = self._limits.lease_seconds
+            return encode(
+                Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
+            )
 
-        return await self._run(reset(), "reset")
+        try:
+            return await self.hosted.call(reset(), "reset", self._metrics.reset_seconds.observe)
+        finally:
+            self.touch()
 
-    async def _take(self, step: Step) -> bytes:
-        async def take() -> bytes:
+    async def _take(self, action: Action) -> bytes:
+        began = time.monotonic()
+        try:
             if self._env is None:  # its constructor raised, and the client was told
                 raise Problem(409, "step-conflict", "the session did not open")
-            observation, reward, terminated, truncated, info = await self._env.step(step.action)
+            observation, reward, terminated, truncated, info = await self._env.step(action)
             kept, dropped = encodable_info(info)
             return encode(
                 Stepped(
@@ -109,62 +136,123 @@ class Session:
                     dropped=dropped,
                 )
             )
-
-        return await self._run(take(), f"step {step.step_id}")
-
-    async def _run(self, work: Awaitable[T], what: str) -> T:
-        """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
-        deadline = asyncio.timeout(CALL_SECONDS)
-        try:
-            async with deadline:
-                return await work
         except Problem:
             raise
         except Exception as error:
-            if deadline.expired():
-                raise Problem(504, "environment-timeout", f"{what}: no answer within {CALL_SECONDS:g} s") from None
-            logger.exception("session %s: %s raised", self.opening.session_id, what)
-            raise Problem(500, "environment-error", str(error), error=type(error).__name__) from None
+            raise self.hosted.raised(error, f"step {self._step_id}") from None
+        finally:
+            self.touch()
+            self._metrics.steps.add(self.hosted.name)
+            self._metrics.step_seconds.observe(self.hosted.name, time.monotonic() - began)
+
+
+def _asked(opening: Opening) -> tuple[object, ...]:
+    return opening.env, opening.seed, opening.task, opening.options
 
 
 class Sessions:
-    """All sessions of a server, by the ids their clients gave them."""
+    """All sessions of a server, by their clients and the ids those gave them."""
 
-    def __init__(self, spec: EnvSpec, idle_seconds: float = IDLE_SECONDS) -> None:
-        self._spec = spec
-        self._idle_seconds = idle_seconds
-        self._sessions: dict[str, Session] = {}
+    def __init__(self, environments: Mapping[str, Hosted], limits: Limits, metrics: ServerMetrics) -> None:
+        self._environments = environments
+        self._limits = limits
+        self._metrics = metrics
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._by_env: Counter[str] = Counter()
+        self._by_client: Counter[str] = Counter()
+        self.draining = False
+        self._closed_one = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, opening: Opening) -> Session:
+    def open_by_env(self) -> dict[str, float]:
+        """How many sessions each environment has."""
+        return {name: float(self._by_env[name]) for name in self._environments}
+
+    def environment(self, name: str) -> Hosted:
+        """The environment called `name`; without one the only one there is. Raises a 404 `Problem`."""
+        if not name and len(self._environments) == 1:
+            return next(iter(self._environments.values()))
+        found = self._environments.get(name)
+        if found is None:
+            known = ", ".join(self._environments)
+            raise Problem(404, "environment-not-found", f"there is no environment {name!r} here; there is {known}")
+        return found
+
+    def open(self, client: Client, opening: Opening) -> Session:
         """The session `opening` asks for: a new one, or the one it opened when it came before."""
-        session = self._sessions.get(opening.session_id)
-        if session is None:
-            session = self._sessions[opening.session_id] = Session(self._spec, opening)
-        elif session.opening != opening:
-            raise Problem(409, "session-conflict", f"session {opening.session_id} exists and was opened differently")
+        session = self._sessions.get((client.name, opening.session_id))
+        if session is not None:
+            if not session.opened_by(opening):
+                detail = f"session {opening.session_id} exists and was opened differently"
+                raise Problem(409, "session-conflict", detail)
+            return session
+        hosted = self.environment(opening.env)
+        if self.draining:
+            raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
+        self._check_room(client, hosted)
+        session = Session(hosted, opening, self._limits, self._metrics)
+        self._sessions[client.name, opening.session_id] = session
+        self._by_client[client.name] += 1
+        self._by_env[hosted.name] += 1
+        self._metrics.opened.add(hosted.name)
         return session
 
-    def __getitem__(self, session_id: str) -> Session:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise Problem(404, "session-not-found", f"no session {session_id}: closed, or idle too long") from None
+    def _check_room(self, client: Client, hosted: Hosted) -> None:
+        if client.max_sessions is not None and self._by_client[client.name] >= client.max_sessions:
+            detail = f"this client's quota of {client.max_sessions} sessions is used up"
+            raise Problem(429, "quota-exceeded", detail, retry_after=RETRY_SECONDS)
+        if len(self._sessions) >= self._limits.max_sessions:
+            detail = f"all {self._limits.max_sessions} sessions of this server are taken"
+            raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS)
+        bound = hosted.spec.concurrency_bound()
+        if bound is not None and self._by_env[hosted.name] >= bound:
+            detail = f"all {bound} sessions of environment {hosted.name} are taken"
+            raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS)
 
-    async def close(self, session_id: str) -> None:
+    def get(self, client: Client, session_id: str) -> Session:
+        """One of the client's sessions. Raises a 404 `Problem`, of other clients' sessions too."""
+        session = self._sessions.get((client.name, session_id))
+        if session is None:
+            detail = f"no session {session_id}: closed, or not heard of for {self._limits.lease_seconds:g} s"
+            raise Problem(404, "session-not-found", detail)
+        return session
+
+    def alive(self, client: Client, session_ids: Sequence[str]) -> tuple[str, ...]:
+        """Those that are there, with their leases renewed."""
+        found = [self._sessions.get((client.name, session_id)) for session_id in session_ids]
+        for session in found:
+            if session is not None:
+                session.touch()
+        return tuple(session.id for session in found if session is not None)
+
+    async def close(self, client: str, session_id: str, by: str = "client") -> None:
         """Close one; closing one that is not there is no error, since the request may have come before."""
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
+        session = self._sessions.pop((client, session_id), None)
+        if session is None:
+            return
+        try:
             await session.close()
+        finally:
+            self._by_client[client] -= 1
+            self._by_env[session.hosted.name] -= 1
+            self._metrics.closed.add(session.hosted.name, by)
+            self._closed_one.set()
+
+    async def emptied(self) -> None:
+        """Wait until there is no session left."""
+        while self._sessions:
+            self._closed_one.clear()
+            await self._closed_one.wait()
 
     async def close_all(self) -> None:
-        await asyncio.gather(*(self.close(session_id) for session_id in list(self._sessions)))
+        await asyncio.gather(*(self.close(*key, by="end") for key in list(self._sessions)))
 
-    async def close_idle(self) -> None:
-        """Close the sessions whose clients have not been heard of for the idle limit."""
-        idle = [name for name, session in self._sessions.items() if session.idle_seconds > self._idle_seconds]
-        if idle:
-            logger.warning("closing %d sessions idle for %g s", len(idle), self._idle_seconds)
-        await asyncio.gather(*(self.close(session_id) for session_id in idle))
+    async def close_expired(self) -> None:
+        """Close the sessions whose leases have run out."""
+        lease = self._limits.lease_seconds
+        expired = [key for key, session in self._sessions.items() if session.idle_seconds > lease]
+        if expired:
+            logger.warning("closing %d sessions not heard of for %g s", len(expired), lease)
+        await asyncio.gather(*(self.close(*key, by="lease") for key in expired))

@@ -141,9 +141,12 @@ class Transport:
         except ValidationError:
             problem = ProblemBody(detail=f"{response.status} {response.reason}")
         if problem.kind != "environment-error":
-            retryable = problem.kind in ("session-not-found", "shutting-down", "environment-timeout", "internal-error")
+            passing = ("session-not-found", "shutting-down", "environment-timeout", "internal-error")
+            retryable = problem.kind in passing or response.status in TRY_AGAIN
             return RemoteError(f"{self._url}: {problem.detail}", retryable=retryable)
         known = getattr(errors, problem.error, None)
+        if known is errors.InvalidOutcome:
+            return errors.InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
         if isinstance(known, type) and issubclass(known, EnvgymError):
             return known(problem.detail)
         return RemoteError(f"{self._url}: the environment raised {problem.error}: {problem.detail}", retryable=False)

@@ -1,35 +1,30 @@
-"""What server and client say to each other: JSON bodies over HTTP/1.1, version 1.
+"""What server and client say to each other: JSON bodies over HTTP/1.1, version 2. `routes` has the requests.
 
-    GET    /v1/env                           -> EnvDescription
-    GET    /v1/tasks?split=&start=&count=    -> TaskPage
-    POST   /v1/sessions            Opening   -> Opened      an instance is made and reset
-    POST   /v1/sessions/{id}/step  Step      -> Stepped
-    DELETE /v1/sessions/{id}                 -> 204
-    GET    /healthz                          -> {"status": "ok"}
-
-The client chooses the session's id and numbers its steps, so that every request can be sent again: the server
+The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses. Errors are RFC 9457 problem details (`Problem`). A reader ignores
-fields it does not know: a newer peer may say more.
+travel as the fields of their dataclasses, episodes as `envgym.episode_record` writes them. Errors are RFC 9457
+problem details (`Problem`). A reader ignores fields it does not know: a newer peer may say more.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from envgym.errors import InvalidStep
 from envgym.types import Action, Observation, Task
 
-VERSION = 1
+VERSION = 2
 MAX_BODY = 64 * 2**20
-"""Bytes of the largest request taken: an action carries its token ids, a task its whole row."""
+"""Bytes of the largest request taken: an action carries its token ids, a task its whole row, a group its episodes."""
 MAX_PAGE = 1000
 """Tasks in the largest page."""
+MAX_BATCH = 1024
+"""Requests in the largest batch."""
+MAX_HEARTBEAT = 10_000
+"""Sessions in the largest heartbeat."""
+MAX_INDEX = 2**53
+"""Above this not every reader of JSON tells whole numbers apart."""
 
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -40,6 +35,10 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Environments and their tasks
+
+
 class Split(Wire):
     """`size` is None where there is no end; `error` says why the split cannot be read, where it cannot."""
 
@@ -48,13 +47,39 @@ class Split(Wire):
 
 
 class EnvDescription(Wire):
-    """What is served. `id` is the environment's id on the server; `services` the models it uses there."""
+    """One environment that is served: `name` in this server's addresses, `id` the environment's id there.
+
+    `agent` is the agent that plays it unless told otherwise; `services` the models it uses on the server;
+    `concurrency` how many sessions of it may be open at once (None: any); `scores_groups` whether finished episodes
+    are to be sent to it; `fingerprint` hashes of its code and settings.
+    """
+
+    name: str
+    id: str
+    agent: str
+    splits: dict[str, Split]
+    services: dict[str, str] = {}
+    concurrency: int | None = None
+    scores_groups: bool = False
+    fingerprint: dict[str, str] = {}
+
+
+class EnvList(Wire):
+    """What a server serves. A session is closed after `lease_seconds` without a request or a heartbeat."""
 
     protocol: Literal["envgym"] = "envgym"
     version: int = VERSION
-    id: str
-    splits: dict[str, Split]
-    services: dict[str, str]
+    envs: tuple[EnvDescription, ...]
+    lease_seconds: float
+    max_sessions: int
+
+
+class TaskQuery(Wire):
+    """Which tasks to send."""
+
+    split: Literal["train", "test"]
+    start: int = Field(0, ge=0, le=MAX_INDEX)
+    count: int = Field(100, ge=1, le=MAX_PAGE)
 
 
 class TaskPage(Wire):
@@ -65,11 +90,41 @@ class TaskPage(Wire):
     tasks: tuple[Task, ...]
 
 
+class Group(Wire):
+    """Finished episodes of one task, to be judged together; each as `envgym.episode_record.to_record` writes it."""
+
+    task: Task
+    episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)
+
+
+class Verdict(Wire):
+    """What is said of one episode: a judgement, or in `problem` why it could not be judged."""
+
+    reward: float | None = None
+    score: float | None = None
+    metrics: dict[str, float] = {}
+    problem: ProblemBody | None = None
+
+
+class Verdicts(Wire):
+    """One verdict for each episode, in their order; None where the environment does not judge this group."""
+
+    verdicts: tuple[Verdict, ...] | None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Sessions
+
+
 class Opening(Wire):
-    """Make an instance and reset it with `seed` and `options`; without a `task` the seed draws one."""
+    """Make an instance and reset it with `seed` and `options`; without a `task` the seed draws one.
+
+    `env` may be left out where the server serves one environment.
+    """
 
     session_id: SessionId
-    seed: int
+    env: str = ""
+    seed: int = Field(ge=-(2**63), lt=2**63)
     task: Task | None = None
     options: dict[str, Any] = {}
 
@@ -81,12 +136,14 @@ class Opened(Wire):
     observation: Observation
     info: dict[str, Any]
     dropped: tuple[str, ...] = ()
+    lease_seconds: float
+    """After so long without a request or a heartbeat the session is closed."""
 
 
 class Step(Wire):
     """One action. `step_id` counts the session's steps from 0."""
 
-    step_id: int = Field(ge=0)
+    step_id: int = Field(ge=0, le=MAX_INDEX)
     action: Action
 
 
@@ -101,16 +158,92 @@ class Stepped(Wire):
     dropped: tuple[str, ...] = ()
 
 
+class Heartbeat(Wire):
+    """Sessions that are still wanted."""
+
+    session_ids: tuple[SessionId, ...] = Field(max_length=MAX_HEARTBEAT)
+
+
+class Alive(Wire):
+    """Those of a heartbeat's sessions that are there; their leases begin anew. The others are lost."""
+
+    alive: tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Many sessions in one call
+
+
+class BatchOpen(Opening):
+    op: Literal["open"]
+
+
+class BatchStep(Step):
+    op: Literal["step"]
+    session_id: SessionId
+
+
+class BatchClose(Wire):
+    op: Literal["close"]
+    session_id: SessionId
+
+
+BatchRequest = Annotated[BatchOpen | BatchStep | BatchClose, Field(discriminator="op")]
+
+
+class Batch(Wire):
+    """Requests that are carried out side by side, each session at most once."""
+
+    requests: tuple[BatchRequest, ...] = Field(max_length=MAX_BATCH)
+
+    @model_validator(mode="after")
+    def _each_session_once(self) -> Batch:
+        if len({request.session_id for request in self.requests}) < len(self.requests):
+            raise ValueError("each session may come once in a batch")
+        return self
+
+
+class BatchAnswer(Wire):
+    """What the request would have been answered by itself; nothing (status 204) to one that was closed."""
+
+    status: int
+    body: Opened | Stepped | ProblemBody | None
+
+
+class BatchAnswers(Wire):
+    """One answer for each request, in their order, once all are there."""
+
+    answers: tuple[BatchAnswer, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Health
+
+
+class Health(Wire):
+    """`ok` while the process lives; `ready` while it takes new sessions."""
+
+    status: Literal["ok", "ready"]
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Errors
 
 ProblemKind = Literal[
     "environment-error",  # the environment raised; `error` is the class of the exception
     "environment-timeout",  # the environment did not answer within the server's limit
-    "session-not-found",  # closed, idle for too long, or from before a restart
+    "environment-not-found",  # nothing of that name is served here
+    "session-not-found",  # closed, its lease run out, from before a restart, or another client's
     "session-conflict",  # the id is taken by a session that was opened differently
     "step-conflict",  # a step id out of order, or repeated with another action
     "invalid-request",  # the body or the query is not what the route takes
+    "not-found",  # no such route
+    "too-large",  # a body above the limit
+    "too-slow",  # a body that did not arrive in time
+    "unauthorized",  # no token, or one that is not known here
+    "forbidden",  # sent by a web page, or under a name that is not this machine's
+    "server-full",  # as many sessions as the server, or this environment, may have
+    "quota-exceeded",  # as many sessions as this client may have
     "shutting-down",  # the server finishes what it has and takes nothing new
     "internal-error",  # a defect of the server itself
 ]
@@ -118,13 +251,20 @@ PROBLEM_TYPE = "urn:envgym:problem:"
 
 
 class ProblemBody(Wire):
-    """RFC 9457 problem details; `type` is `urn:envgym:problem:` and a `ProblemKind`, or `about:blank`."""
+    """RFC 9457 problem details; `type` is `urn:envgym:problem:` and a `ProblemKind`.
+
+    Where the environment raised, `error` is the class of the exception; of an `InvalidOutcome`, `failure` is its kind
+    and `retryable` whether it is to be played again. `retry_after` are seconds after which it may work.
+    """
 
     type: str = "about:blank"
     title: str = ""
     status: int = 0
     detail: str = ""
     error: str = ""
+    failure: str = ""
+    retryable: bool = False
+    retry_after: float | None = None
 
     @property
     def kind(self) -> str:
@@ -134,67 +274,14 @@ class ProblemBody(Wire):
 class Problem(Exception):
     """An error on its way to the client; the server answers with `status` and `body`."""
 
-    def __init__(self, status: int, kind: ProblemKind, detail: str, *, error: str = "") -> None:
+    def __init__(self, status: int, kind: ProblemKind, detail: str, **more: Any) -> None:
         super().__init__(detail)
         self.status = status
         self.body = ProblemBody(
-            type=PROBLEM_TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, error=error
+            type=PROBLEM_TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, **more
         )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# To JSON
-
-
-def encode(body: BaseModel) -> bytes:
-    """The body as strict JSON, in UTF-8.
-
-    Raises `InvalidStep` where a field that must arrive whole (a task, an observation, options) holds something
-    JSON has no word for: a set, bytes, a number that is not finite.
-    """
-    try:
-        return json.dumps(body.model_dump(), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidStep(f"{type(body).__name__} cannot be sent as JSON: {error}") from None
-
-
-def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`info` as JSON can carry it, and the dotted names of the entries that had to be left out.
-
-    Tuples become lists; arrays and scalars of numpy or torch become lists and numbers. Dropped are entries with
-    any other object, a number that is not finite, or a key that is not a string: guessing a text form for them
-    would hand the reader a value of another type.
-    """
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for key, value in info.items():
-        if isinstance(key, str) and isinstance(value, Mapping):
-            kept[key], inner = encodable_info(value)
-            dropped += [f"{key}.{name}" for name in inner]
-            continue
-        try:
-            if not isinstance(key, str):
-                raise TypeError
-            kept[key] = _encodable(value)
-        except (TypeError, ValueError):
-            dropped.append(str(key))
-    return kept, tuple(dropped)
-
-
-def _encodable(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError("not finite")
-        return value
-    if isinstance(value, Mapping):
-        kept, dropped = encodable_info(value)
-        if dropped:
-            raise TypeError("holds something that is not JSON")
-        return kept
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_encodable(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _encodable(value.tolist())
-    raise TypeError("not JSON")
+Verdict.model_rebuild()
+BatchAnswer.model_rebuild()
+BatchAnswers.model_rebuild()

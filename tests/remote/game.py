@@ -96,11 +96,16 @@ class Dice(Env):
 
 
 async def main() -> None:
+    from envgym.remote.limits import Limits
     from envgym.remote.server import serve
 
     settings = dict(word.split("=") for word in sys.argv[2:])
     await serve(
-        make_spec(f"{__file__}:{sys.argv[1]}", **settings), "127.0.0.1", 0, on_ready=lambda url: print(url, flush=True)
+        {"game": make_spec(f"{__file__}:{sys.argv[1]}", **settings)},
+        "127.0.0.1",
+        0,
+        on_ready=lambda url: print(url, flush=True),
+        limits=Limits(drain_seconds=0.5),
     )
 
 

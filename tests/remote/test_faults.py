@@ -16,9 +16,11 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.errors import ConfigError, EnvgymError, InvalidStep
+from envgym.remote.application import Application
 from envgym.remote.client import RemoteError
+from envgym.remote.limits import Limits
 from envgym.remote.server import serve
-from envgym.remote.sessions import Sessions
+from envgym.remote.tokens import ANYONE
 from envgym.remote.wire import Opening, Problem, Step
 from envgym.types import Action
 
@@ -90,9 +92,9 @@ def test_malformed_requests_are_problems(game):
             for method, path, body, expected in [
                 ("GET", "/nothing", None, 404),
                 ("GET", "/v1/sessions", None, 405),
-                ("GET", "/v1/tasks?split=train&start=x", None, 422),
-                ("GET", "/v1/tasks?split=dev", None, 422),
-                ("GET", "/v1/tasks?split=train&count=1001", None, 422),
+                ("GET", "/v1/envs/game/tasks?split=train&start=x", None, 422),
+                ("GET", "/v1/envs/game/tasks?split=dev", None, 422),
+                ("GET", "/v1/envs/game/tasks?split=train&count=1001", None, 422),
                 ("POST", "/v1/sessions", {"seed": 1}, 422),
                 ("POST", "/v1/sessions", good | {"session_id": "../x"}, 422),
                 ("POST", "/v1/sessions", good | {"task": {"prompt": 3}}, 422),
@@ -103,7 +105,7 @@ def test_malformed_requests_are_problems(game):
                 assert problem["detail"]
             async with http.post(f"{game.url}/v1/sessions", data='{"session_id":"m","seed":1}') as response:
                 assert response.status == 415  # what a web page could make a browser send
-            assert await exchange(http, "GET", f"{game.url}/healthz") == (200, {"status": "ok"})
+            assert await exchange(http, "GET", f"{game.url}/livez") == (200, {"status": "ok"})
 
     asyncio.run(main())
 
@@ -180,18 +182,22 @@ def test_giving_a_step_up_closes_its_session_on_the_server(start):
     assert [server.line(), server.line()] == ["hanging", "closed"]
 
 
-def test_idle_sessions_are_closed_and_busy_ones_are_not():
+def test_leases_run_out_but_not_while_the_environment_is_at_work():
     async def main() -> None:
         async with registry.spec(f"{GAME}:GuessSpec", meeting=2) as spec:
-            sessions = Sessions(spec, idle_seconds=0)
-            idle, busy = (sessions.open(Opening(session_id=name, seed=0)) for name in ("idle", "busy"))
-            await asyncio.gather(idle.opened(), busy.opened())
-            step = asyncio.create_task(busy.step(Step(step_id=0, action=Action("hang"))))
-            await asyncio.sleep(0)  # the step begins
-            await sessions.close_idle()
-            assert len(sessions) == 1
+            application = Application({"game": spec}, Limits(lease_seconds=0.05), None)
+            sessions = application.sessions
+            idle, busy, kept = (
+                sessions.open(ANYONE, Opening(session_id=name, seed=0)) for name in ("idle", "busy", "kept")
+            )
+            await asyncio.gather(*(session.answer(session.opened()) for session in (idle, busy, kept)))
+            step = asyncio.create_task(busy.answer(busy.step(Step(step_id=0, action=Action("hang")))))
+            await asyncio.sleep(0.1)
+            assert sessions.alive(ANYONE, ["nobody", "kept"]) == ("kept",)
+            await sessions.close_expired()
+            assert len(sessions) == 2
             with pytest.raises(Problem, match="no session idle"):
-                sessions["idle"]
+                sessions.get(ANYONE, "idle")
             await sessions.close_all()
             with pytest.raises(Problem, match="closed meanwhile"):
                 await step
@@ -232,7 +238,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
         raise web.HTTPNotFound
 
     async def newer(request: web.Request) -> web.Response:
-        return web.json_response({"protocol": "envgym", "version": 2, "id": "x", "splits": {}, "services": {}})
+        return web.json_response({"version": 3, "envs": [], "lease_seconds": 60, "max_sessions": 1})
 
     async def never(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
@@ -249,7 +255,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
         async with other_server(page) as url:
             assert "not one of an envgym server" in await failure(url)
         async with other_server(newer) as url:
-            assert "speaks version 2" in await failure(url)
+            assert "speaks version 3" in await failure(url)
         async with other_server(never) as url:
             assert "no answer within 0.5 s" in await failure(url, timeout=0.5)
 
@@ -259,7 +265,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("0.0.0.0", "refusing to serve on 0.0.0.0: .*tokens come in a later version"),
+        ("0.0.0.0", "refusing to serve on 0.0.0.0 without tokens: .*--token-file"),
         ("::", "refusing to serve on ::"),
         ("", "refusing to serve on every address"),
         ("192.0.2.1", "refusing to serve on 192.0.2.1"),
@@ -269,7 +275,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
 def test_only_loopback_addresses_are_served(host, reason):
     spec = registry.spec(f"{GAME}:GuessSpec")
     with pytest.raises(ConfigError, match=reason):
-        asyncio.run(serve(spec, host, 0, on_ready=pytest.fail))
+        asyncio.run(serve({"game": spec}, host, 0, on_ready=pytest.fail))
 
 
 def test_a_port_that_is_taken_is_one_clear_line():
@@ -277,4 +283,4 @@ def test_a_port_that_is_taken_is_one_clear_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1:{port}: address already in use; choose"):
-            asyncio.run(serve(spec, "127.0.0.1", port, on_ready=pytest.fail))
+            asyncio.run(serve({"game": spec}, "127.0.0.1", port, on_ready=pytest.fail))

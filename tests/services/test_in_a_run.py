@@ -159,7 +159,7 @@ def test_a_served_environment_asks_its_services_itself(serving, folder):
             (folder / "judged.py").write_text(JUDGED.replace("URL", url))
             ready = asyncio.get_running_loop().create_future()
             server = asyncio.create_task(
-                serve(registry.spec("judged.py:Judged"), "127.0.0.1", 0, on_ready=ready.set_result)
+                serve({"judged": registry.spec("judged.py:Judged")}, "127.0.0.1", 0, on_ready=ready.set_result)
             )
             try:
                 async with registry.spec(await asyncio.wait_for(ready, 20)).make() as env:

@@ -1,0 +1,154 @@
+"""An environment on a server: its description, its tasks by the page, and its judgement of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from envgym.env import EnvSpec
+from envgym.episode_record import from_record
+from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
+from envgym.rollout import as_judgement
+from envgym.types import Episode
+
+from .encoding import encode
+from .limits import Limits
+from .prometheus import ServerMetrics
+from .wire import EnvDescription, Group, Problem, Split, TaskPage, TaskQuery, Verdict, Verdicts
+
+SPLITS = ("train", "test")
+KEPT_VERDICTS = 256
+"""Judgements kept for groups that are sent again: judges may be slow and dear."""
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Hosted:
+    """One environment under its name on the server, with what the server does around every call of it."""
+
+    def __init__(self, name: str, spec: EnvSpec, limits: Limits, metrics: ServerMetrics) -> None:
+        self.name = name
+        self.spec = spec
+        self._limits = limits
+        self._metrics = metrics
+        self._verdicts: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
+
+    def describe(self) -> EnvDescription:
+        parts = self.spec.parts()
+        return EnvDescription(
+            name=self.name,
+            id=self.spec.id,
+            agent=self.spec.agent,
+            splits={split: self._split(split) for split in SPLITS},
+            services={name: type(service).__name__ for name, service in self.spec.services.items()},
+            concurrency=self.spec.concurrency_bound(),
+            scores_groups=any(type(part).score_group is not EnvSpec.score_group for part in parts),
+            fingerprint=self.spec.fingerprint(),
+        )
+
+    def _split(self, name: str) -> Split:
+        try:
+            return Split(size=self.spec.tasks(name).size)
+        except EnvgymError as error:  # no held-out file, say: the other split is still of use
+            return Split(error=str(error))
+
+    async def page(self, query: TaskQuery) -> bytes:
+        """The tasks that are asked for, an encoded `TaskPage`."""
+
+        async def read() -> bytes:
+            tasks = self.spec.tasks(query.split)
+            end = query.start + query.count if tasks.size is None else min(query.start + query.count, tasks.size)
+            page = tuple([await tasks.get(index) for index in range(query.start, end)])
+            return encode(TaskPage(split=query.split, start=query.start, tasks=page))
+
+        return await self.call(read(), f"tasks {query.start} to {query.start + query.count} of {query.split}")
+
+    async def score_group(self, client: str, group: Group, body: bytes) -> bytes:
+        """What the environment says of a group, encoded `Verdicts`; what it said before to a `body` sent again."""
+        key = hashlib.sha256(client.encode() + b"\0" + body).digest()
+        judging = self._verdicts.get(key)
+        if judging is None:
+            episodes = [_episode(number, record) for number, record in enumerate(group.episodes)]
+            judging = self._verdicts[key] = asyncio.create_task(self._decide(group, episodes))
+            judging.add_done_callback(lambda task: self._forget(key, task))
+            if len(self._verdicts) > KEPT_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return await asyncio.shield(judging)
+
+    def _forget(self, key: bytes, task: asyncio.Task[bytes]) -> None:
+        if task.cancelled() or task.exception() is not None:  # asked again, the judge may do better
+            self._verdicts.pop(key, None)
+
+    async def _decide(self, group: Group, episodes: Sequence[Episode]) -> bytes:
+        async def decide() -> bytes:
+            judged = await self.spec.score_group(group.task, episodes)
+            if judged is None:
+                return encode(Verdicts(verdicts=None))
+            if len(judged) != len(episodes):
+                raise InvalidStep(
+                    f"{self.spec.id}: score_group must say one thing for each of {len(episodes)} episodes"
+                )
+            return encode(Verdicts(verdicts=tuple(self._verdict(said) for said in judged)))
+
+        return await self.call(decide(), "score_group", self._metrics.group_seconds.observe)
+
+    def _verdict(self, said: object) -> Verdict:
+        judged = as_judgement(said)
+        if isinstance(judged, Exception):
+            return Verdict(problem=self.raised(judged, "score_group").body)
+        number = None if judged.reward is None else float(judged.reward)
+        score = None if judged.score is None else float(judged.score)
+        metrics = {name: float(value) for name, value in judged.metrics.items()}
+        return Verdict(reward=number, score=score, metrics=metrics)
+
+    async def call(self, work: Awaitable[T], what: str, observe: Callable[[str, float], None] | None = None) -> T:
+        """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        deadline = asyncio.timeout(self._limits.call_seconds)
+        try:
+            async with deadline:
+                return await work
+        except Problem:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                self._metrics.failures.add(self.name, "environment-timeout")
+                detail = f"{what}: no answer within {self._limits.call_seconds:g} s"
+                raise Problem(504, "environment-timeout", detail) from None
+            raise self.raised(error, what) from None
+        finally:
+            if observe is not None:
+                observe(self.name, loop.time() - began)
+
+    def raised(self, error: Exception, what: str) -> Problem:
+        """What the environment raised, for its client. That it raised is no fault of the server (no 5xx): with other
+        actions it may well go on."""
+        kind = type(error).__name__
+        self._metrics.failures.add(self.name, kind)
+        if isinstance(error, EnvgymError):
+            logger.warning("%s: %s raised %s: %s", self.name, what, kind, error)
+        else:
+            logger.error("%s: %s raised", self.name, what, exc_info=error)
+        more: dict[str, Any] = {}
+        if isinstance(error, InvalidOutcome):
+            more = {"failure": error.kind, "retryable": error.retryable}
+        return Problem(422, "environment-error", _sendable(str(error)), error=kind, **more)
+
+
+def _episode(number: int, record: dict[str, Any]) -> Episode:
+    try:
+        return from_record(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_sendable(str(error))})"
+        raise Problem(422, "invalid-request", detail) from None
+
+
+def _sendable(text: str) -> str:
+    """`text` without what UTF-8 cannot say."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,110 @@
+"""The OpenAPI document of a server, made of its routes and of the bodies' models."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from .routes import ROUTES, Route
+from .wire import VERSION, ProblemBody
+
+REF = "#/components/schemas/{model}"
+STATUSES = {
+    400: "The body cannot be read",
+    401: "No token, or one that is not known",
+    403: "Sent by a web page, or under another machine's name",
+    404: "It is not there",
+    408: "The body did not arrive in time",
+    409: "It contradicts a request before it",
+    413: "The body is too large",
+    415: "The body is not declared as JSON",
+    422: "The request cannot be carried out as it stands, or the environment raised",
+    429: "No room: as many sessions as there may be",
+    503: "The server is shutting down",
+    504: "The environment did not answer in time",
+}
+WITH_BODY = (400, 408, 413, 415, 422)
+
+
+def document(title: str, *, tokens: bool) -> bytes:
+    """The document as JSON; `tokens` says whether the server asks for them."""
+    models = {model for route in ROUTES for model in (route.body, route.answer) if isinstance(model, type)}
+    wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
+    wanted.sort(key=lambda pair: pair[0].__name__)
+    _, schemas = models_json_schema(wanted, ref_template=REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, tokens)
+    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    if tokens:
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    result = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": str(VERSION), "description": "Environments of envgym over HTTP."},
+        "paths": paths,
+        "components": components,
+    }
+    return json.dumps(result).encode()
+
+
+def _operation(route: Route, tokens: bool) -> dict[str, Any]:
+    statuses = set(route.problems) | ({401} if tokens and not route.open else set()) | (set() if tokens else {403})
+    if route.body is not None:
+        statuses |= set(WITH_BODY)
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "parameters": [*_path_parameters(route), *_query_parameters(route)],
+        "responses": {
+            **_answer(route),
+            **{str(status): _problem(status) for status in sorted(statuses)},
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
+    if tokens and not route.open:
+        operation["security"] = [{"token": []}]
+    return operation
+
+
+def _answer(route: Route) -> dict[str, Any]:
+    if route.answer is None:
+        return {"204": {"description": "Done"}}
+    if isinstance(route.answer, str):
+        return {"200": {"description": route.summary, "content": {route.answer: {"schema": {}}}}}
+    return {"200": {"description": route.summary, "content": {"application/json": {"schema": _ref(route.answer)}}}}
+
+
+def _problem(status: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "description": STATUSES[status],
+        "content": {"application/problem+json": {"schema": _ref(ProblemBody)}},
+    }
+    if status in (429, 503):
+        answer["headers"] = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}}}
+    if status == 401:
+        answer["headers"] = {"WWW-Authenticate": {"schema": {"type": "string"}}}
+    return answer
+
+
+def _path_parameters(route: Route) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", route.path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def _query_parameters(route: Route) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    schema = route.query.model_json_schema()
+    return [
+        {"name": name, "in": "query", "required": name in schema.get("required", ()), "schema": field}
+        for name, field in schema["properties"].items()
+    ]
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REF.format(model=model.__name__)}
