@@ -55,7 +55,7 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     saved = read_episodes(source)
     logs = Path(tempfile.mkdtemp(prefix="envgym-score-"))
     began = time.monotonic()
-    episodes = asyncio.run(_judge(config, saved, RunFolder(logs), display))
+    episodes = asyncio.run(_score(config, saved, RunFolder(logs), display))
     shutil.rmtree(logs)
     write_episodes(out, episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
@@ -126,7 +126,7 @@ def _paid(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
     ]
 
 
-async def _judge(config: RunConfig, saved: Sequence[Episode], folder: RunFolder, display: Display) -> list[Episode]:
+async def _score(config: RunConfig, saved: Sequence[Episode], folder: RunFolder, display: Display) -> list[Episode]:
     """The episodes as they are judged now, in the same order."""
     stage = config.stages[-1]
     spec = stage.make_spec()
