@@ -24,11 +24,12 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.rewards", "envgym.processes", "envgym.loading", "envgym.fingerprint",
+        "envgym.registry", "envgym.responses", "envgym.rewards", "envgym.processes", "envgym.loading",
+        "envgym.fingerprint",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.transcript",
+        "envgym.responses", "envgym.transcript",
     },
     "learners": {"envgym.types", "envgym.learner"},
 }  # fmt: skip
