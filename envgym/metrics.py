@@ -81,7 +81,15 @@ def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
     learner measured on recorded episodes."""
     if "score" not in result:
         return {name: value for name, value in result.items() if "/" in name}
-    record = {"eval/score": result["score"], "eval/ci95": result["ci95"]}
+    record = {
+        "eval/score": result["score"],
+        "eval/ci95": result["ci95"],
+        "eval/success_rate": result["success"]["rate"],
+        "eval/failed_share": sum(result["failures"].values()) / result["n_episodes"],
+        "eval/truncated_share": result["truncated"] / result["n_episodes"],
+    }
+    for kind in ("pass@k", "pass^k", "majority@k"):
+        record |= {f"eval/{kind.replace('k', k)}": value for k, value in result.get(kind, {}).items() if k != "1"}
     for name, member in result.get("envs", {}).items():
         record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
     return record

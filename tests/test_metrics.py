@@ -150,9 +150,16 @@ def test_utilisation_by_hand():
 
 def test_what_a_record_says_of_an_evaluation():
     member = {"score": 0.25, "ci95": [0.2, 0.3], "n_tasks": 4}
-    sampled = {"score": 0.5, "ci95": [0.4, 0.6], "n_tasks": 8, "tokens": 10}
-    assert held_out_metrics(sampled) == {"eval/score": 0.5, "eval/ci95": [0.4, 0.6]}
-    assert held_out_metrics({**sampled, "envs": {"sums": member}}) == {
-        "eval/score": 0.5, "eval/ci95": [0.4, 0.6], "eval/sums/score": 0.25, "eval/sums/ci95": [0.2, 0.3],
+    sampled = {
+        "score": 0.5, "ci95": [0.4, 0.6], "n_tasks": 8, "n_episodes": 16, "tokens": 10, "truncated": 4,
+        "failures": {"timeout": 1, "engine": 1}, "success": {"rate": 0.375, "ci95": [0.2, 0.6]},
+        "pass@k": {"1": 0.5, "2": 0.75}, "pass^k": {"1": 0.5, "2": 0.25},
     }  # fmt: skip
+    said = {
+        "eval/score": 0.5, "eval/ci95": [0.4, 0.6], "eval/success_rate": 0.375, "eval/failed_share": 0.125,
+        "eval/truncated_share": 0.25, "eval/pass@2": 0.75, "eval/pass^2": 0.25,
+    }  # fmt: skip
+    assert held_out_metrics(sampled) == said
+    of_member = {"eval/sums/score": 0.25, "eval/sums/ci95": [0.2, 0.3]}
+    assert held_out_metrics({**sampled, "envs": {"sums": member}}) == said | of_member
     assert held_out_metrics({"eval/loss": 1.5, "n_tasks": 8}) == {"eval/loss": 1.5}

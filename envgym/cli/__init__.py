@@ -17,7 +17,8 @@ from .failures import Invocation, broken_pipe, interrupted, mistake, reader_is_g
 
 COMMANDS = {
     "train": "train a policy on an environment",
-    "eval": "measure a model on an environment's held-out tasks",
+    "eval": "measure a model on a suite of environments, or on one",
+    "compare": "compare two evaluations task by task",
     "rollout": "write a model's episodes in an environment to a file",
     "score": "judge saved episodes again, by another environment or reward model",
     "envs": "list, show, check, try or begin environments",

@@ -85,11 +85,15 @@ def resumed_evaluation(name: str, evals_dir: str, *, retry_failed: bool = False)
 def run_evaluation(evaluation: Evaluation, display: Display) -> dict[str, Any]:
     """Play what is not played yet and return what `result.json` then holds.
 
-    Keys: status (`running`, `completed`), suite, model, seed, began, seconds, fingerprints (of the model, and envgym's
-    version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures, unscored, truncated
-    and tokens of all parts; and `envs`: each part's `result_of`, its env, weight, samples, sampling and fingerprints.
+    Keys: status (`running`, `completed`), suite, model, seed, began, ended, seconds, fingerprints (of the model, and
+    envgym's version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures, unscored,
+    truncated and tokens of all parts; and `envs`: each part's `result_of`, its env, weight, samples, sampling and
+    fingerprints.
     Raises `EnvgymError` where it cannot go on and `KeyboardInterrupt` at Ctrl-C; what ended is kept.
     """
+    done = evaluation.folder.read_result()
+    if done is not None and done["status"] == "completed" and not evaluation.retry_failed:
+        return done
     try:
         return asyncio.run(_run(evaluation, display))
     except EnvgymError:
@@ -110,7 +114,7 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
     if evaluation.retry_failed:
         folder.forget_failed()
     kept = folder.journal.played()
-    result = folder.read_result() or {"began": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 0.0}
+    result = folder.read_result() or {"began": _now(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
     fingerprints: dict[str, dict[str, str]] = {}
     async with AsyncExitStack() as stack:
@@ -148,10 +152,15 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
             fingerprints[part.name] = {**spec.fingerprint(), "tasks": _tasks_hash(groups[part.name])}
     envs = {part.name: _said_of(part, groups[part.name]) | {"fingerprints": fingerprints[part.name]} for part in parts}
     result["seconds"] += time.monotonic() - began
+    result["ended"] = _now()
     result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
     write_exports(folder, result, groups)
     folder.write_result(result)
     return result
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _same_model(result: Mapping[str, Any], model: str) -> dict[str, str | None]:

@@ -67,7 +67,8 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     how = f"mean of {len(weighed)} environments" + ("" if _same_weights(weighed) else " by their weights")
     of_score = "some environment has no score" if many and result["score"] is None else score(result)
     lines.append((label, of))
-    lines.append(("score", f"{of_score}   95% interval, {f'{how}, ' if many else ''}{result['n_tasks']} tasks"))
+    size = f"{result['n_tasks']} tasks, {sum(env['n_episodes'] for env in weighed)} episodes"
+    lines.append(("score", f"{of_score}   95% interval, {f'{how}, ' if many else ''}{size}"))
     if result["failures"]:
         lines.append(("failed", f"{counts(result['failures'])}   left out of every score"))
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
