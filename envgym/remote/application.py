@@ -69,7 +69,7 @@ class Application:
         self.sessions = Sessions(self._environments, limits, self.metrics_kept)
         self._limits = limits
         self._tokens = tokens
-        self._openapi = openapi.document("envgym", tokens=tokens is not None)
+        self._openapi = openapi.document(list(specs), tokens=tokens is not None)
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,35 +31,35 @@ STATUSES = {
 WITH_BODY = (400, 408, 413, 415, 422)
 
 
-def document(title: str, *, tokens: bool) -> bytes:
-    """The document as JSON; `tokens` says whether the server asks for them."""
+def document(envs: Sequence[str], *, tokens: bool) -> bytes:
+    """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it asks for them."""
     models = {model for route in ROUTES for model in (route.body, route.answer) if isinstance(model, type)}
     wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
     wanted.sort(key=lambda pair: pair[0].__name__)
     _, schemas = models_json_schema(wanted, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, tokens)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, envs, tokens)
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     if tokens:
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     result = {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": str(VERSION), "description": "Environments of envgym over HTTP."},
+        "info": {"title": "envgym", "version": str(VERSION), "description": "Environments of envgym over HTTP."},
         "paths": paths,
         "components": components,
     }
     return json.dumps(result).encode()
 
 
-def _operation(route: Route, tokens: bool) -> dict[str, Any]:
+def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any]:
     statuses = set(route.problems) | ({401} if tokens and not route.open else set()) | (set() if tokens else {403})
     if route.body is not None:
         statuses |= set(WITH_BODY)
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
-        "parameters": [*_path_parameters(route), *_query_parameters(route)],
+        "parameters": [*_path_parameters(route, envs), *_query_parameters(route)],
         "responses": {
             **_answer(route),
             **{str(status): _problem(status) for status in sorted(statuses)},
@@ -91,9 +92,10 @@ def _problem(status: int) -> dict[str, Any]:
     return answer
 
 
-def _path_parameters(route: Route) -> list[dict[str, Any]]:
+def _path_parameters(route: Route, envs: Sequence[str]) -> list[dict[str, Any]]:
+    schemas = {"env": {"type": "string", "enum": list(envs)}, "session": {"type": "string"}}
     names = re.findall(r"{(\w+)}", route.path)
-    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    return [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
 
 
 def _query_parameters(route: Route) -> list[dict[str, Any]]:

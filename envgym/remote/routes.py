@@ -71,10 +71,10 @@ ROUTES = (
     Route("GET", "/livez", "live", "Whether the process lives", Health, open=True),
     Route("GET", "/readyz", "ready", "Whether it takes new sessions", Health, problems=(503,), open=True),
     Route("GET", "/metrics", "metrics", "Counts and times, as Prometheus reads them", "text/plain"),
-    Route("GET", "/openapi.json", "openapi", "This document", "application/json", open=True),
+    Route("GET", "/openapi.json", "openapi", "This document", "application/json"),
 )  # fmt: skip
 
-_by_path = {tuple(path.split("/")): {} for path in (route.path for route in ROUTES)}  # type: dict[tuple[str, ...], dict[str, Route]]
+_by_path: dict[tuple[str, ...], dict[str, Route]] = {tuple(route.path.split("/")): {} for route in ROUTES}
 for _route in ROUTES:
     _by_path[tuple(_route.path.split("/"))][_route.method] = _route
 
@@ -89,7 +89,7 @@ def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
     if exact is not None and "{" not in path:
         return exact, []
     for pattern, routes in _by_path.items():
-        if len(pattern) == len(parts):
+        if len(pattern) == len(parts) and "" not in parts[1:]:
             values = [unquote(part) for name, part in zip(pattern, parts, strict=True) if name[:1] == "{"]
             if values and all(name == part or name[:1] == "{" for name, part in zip(pattern, parts, strict=True)):
                 return routes, values

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -22,8 +23,9 @@ class Server:
     """`game.py` serving one of its environments; what it prints is read line by line."""
 
     def __init__(self, *words: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, str(GAME), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, str(GAME), *words], stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -42,6 +44,11 @@ class Server:
             raise EOFError
         return line
 
+    def log(self) -> str:
+        """What it has written to its log so far."""
+        self._log.seek(0)
+        return self._log.read()
+
     def rest(self) -> list[str]:
         """All lines that are left, to the end of the process."""
         lines = []
@@ -58,6 +65,12 @@ class Server:
             return self.process.wait(30)
         finally:
             self.process.kill()
+
+
+@pytest.fixture(scope="session")
+def new_server() -> type[Server]:
+    """Starts a server; who does ends it."""
+    return Server
 
 
 @pytest.fixture

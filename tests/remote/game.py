@@ -1,19 +1,22 @@
 """A small game of many turns with state and chance, to be served; run as a script it serves itself.
 
 python game.py CLASS [key=value …]    prints the URL, then a line for each environment closed
+
+A key `limit.NAME` is a limit of the server, `tokens` its file of tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, ListTasks, StepResult, TaskSet
-from envgym.errors import DataError
+from envgym.errors import DataError, InvalidOutcome
 from envgym.registry import spec as make_spec
-from envgym.types import Action, Message, Observation, Task
+from envgym.types import Action, Episode, Judgement, Message, Observation, Task
 
 
 class Guess(Env):
@@ -85,6 +88,22 @@ class GuessSpec(EnvSpec):
         return ListTasks([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
 
 
+class RankedSpec(GuessSpec):
+    """Episodes of a task are ranked by their reward; one without cannot be judged."""
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Judgement | Exception]:
+        print("judged", flush=True)
+        if task.id == "raise":
+            raise KeyError("no judge")
+        ranked = sorted(episode.reward for episode in episodes if episode.reward is not None)
+        return [
+            InvalidOutcome("judge", "the judge is out", retryable=True)
+            if episode.reward is None
+            else Judgement(ranked.index(episode.reward) / len(episodes), metrics={"turns": len(episode.rows)})
+            for episode in episodes
+        ]
+
+
 class Dice(Env):
     """Makes its problem from the seed, and has no end of them."""
 
@@ -99,13 +118,16 @@ async def main() -> None:
     from envgym.remote.limits import Limits
     from envgym.remote.server import serve
 
-    settings = dict(word.split("=") for word in sys.argv[2:])
+    settings = dict(word.split("=", 1) for word in sys.argv[2:])
+    limits = {key.removeprefix("limit."): float(settings.pop(key)) for key in list(settings) if key[:6] == "limit."}
+    tokens = settings.pop("tokens", None)
     await serve(
         {"game": make_spec(f"{__file__}:{sys.argv[1]}", **settings)},
         "127.0.0.1",
         0,
         on_ready=lambda url: print(url, flush=True),
-        limits=Limits(drain_seconds=0.5),
+        limits=Limits(**{"drain_seconds": 0.5, **limits}),
+        token_file=None if tokens is None else Path(tokens),
     )
 
 

@@ -1,0 +1,35 @@
+"""Schemathesis makes requests of the server's own OpenAPI document, valid and not, and of sequences of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOKEN = "fuzzing-0123456789abcdef"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [True, False])
+def test_no_request_is_a_server_error_and_every_answer_is_as_documented(start, tmp_path, tokens):
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    file.write_text(TOKEN)
+    server = start("RankedSpec", "limit.max_sessions=50", *([f"tokens={file}"] if tokens else []))
+    program = Path(sys.executable).with_name("st")
+    # Whether a valid request can be carried out is the environment's to say: its own errors are 422.
+    words = ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--seed", "1", "-n", "25", "--no-color"]
+    words += ["--suppress-health-check", "all", "--header", f"Authorization: Bearer {TOKEN}"]
+    done = subprocess.run(
+        [program, "run", f"{server.url}/openapi.json", *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    found = "\n".join(line for line in done.stdout.splitlines() if len(line) < 500)
+    assert done.returncode == 0, found[-6000:]
+    assert "Tested: 12" in done.stdout
+    assert "a defect of the server" not in server.log()
+    assert "internal-error" not in server.log()
+    assert TOKEN not in server.log()
+    assert server.stop() == 0
