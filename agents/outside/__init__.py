@@ -1,7 +1,8 @@
 """The outside agent: a program we did not write plays the environment, and the policy behind it is trained.
 
-The program speaks OpenAI chat completions to a base URL that it is given. What it asks for is sampled from the policy
-and recorded as it came, with the exact tokens it was asked with; what it prints is its answer to the environment.
+The program speaks OpenAI chat completions, or responses, to a base URL that it is given. What it asks for is sampled
+from the policy and recorded as it came, with the exact tokens it was asked with; what it prints is its answer to the
+environment.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Outside(Agent):
         assert engine is not None, "a sampling agent is given an engine"
         observation, _ = await env.reset(seed=seed, options={"task": task})
         conversation = Conversation(self.renderer, engine, observation.sampling, self.config.max_tokens)
-        async with self._endpoint.session(conversation) as (base_url, key):
-            answer = await self._answer(observation, task, base_url, key)
+        async with self._endpoint.session(conversation) as access:
+            answer = await self._answer(observation, task, access.base_url, access.key)
         if not conversation.turns:
             raise InvalidOutcome("agent", f"{self._command[0]} made no call to the policy")
         said = answer.rstrip("\n")

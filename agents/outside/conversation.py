@@ -8,6 +8,7 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.engines.base import Generation
+from envgym.errors import EnvgymError, TurnRefused
 from envgym.render import Renderer
 from envgym.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
@@ -39,13 +40,15 @@ class Branch:
 class Conversation:
     """An episode's requests, in branches. Sub-agents, rewritten histories and parallel calls are branches of their own.
 
-    `limit` is why the policy may say no more (`context`, `tokens`), once that has happened.
+    `limit` is why the policy may say no more (`context`, `tokens`, `template`), once that has happened; `error` why a
+    request could not be answered (the engine broke, say), which is then why the program came to nothing.
     """
 
     def __init__(
         self, renderer: Renderer, engine: Sampler, sampling: Mapping[str, Any] | None, max_tokens: int | None
     ) -> None:
         self.limit: str | None = None
+        self.error: EnvgymError | None = None
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self._renderer = renderer
@@ -62,6 +65,18 @@ class Conversation:
 
         Raises `OutOfBudget` where the episode may say no more, `PromptTooLong` where a first prompt leaves no room.
         """
+        try:
+            return await self._complete(messages, tools, max_tokens)
+        except TurnRefused:
+            self.limit = "template"
+            raise OutOfBudget("template") from None
+        except EnvgymError as error:
+            self.error = error
+            raise
+
+    async def _complete(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None
+    ) -> tuple[Message, Generation, list[int]]:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._engine), tools)

@@ -1,4 +1,4 @@
-"""The endpoint that outside programs speak to: OpenAI chat completions on loopback, one session an episode."""
+"""The endpoint that outside programs speak to: OpenAI chat completions and responses, one session an episode."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from envgym.errors import EnvgymError
+from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.transcript import OutOfBudget
 
+from . import responses_api
 from .chat import Completion, Refusal, parse
 from .conversation import Conversation
 
 MAX_BODY = 64 * 2**20
 """Bytes of the largest request taken."""
+TICKET = "envgym_session"
+"""Under which name in a request's `metadata` a program that has no URL of its own says whose request it is."""
+
+SPENT = {
+    "context": "the model's context length is used up",
+    "tokens": "the episode's max_tokens are used up",
+    "template": "the chat template takes no further turn after what the policy said, whatever the context length",
+}
+"""Why the policy may say no more. By the words `context length` and `max_tokens` programs tell it from a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +40,24 @@ class Session:
     key: str
 
 
-class Endpoint:
-    """A server that runs while there are sessions. Each has a base URL and a key of its own.
+class Access(NamedTuple):
+    """How a program finds its session: under a URL and a key of its own, or where every program has the endpoint's
+    own URL, by the `ticket` that stands as `TICKET` in its requests' metadata."""
 
-    Other dialects than chat completions are more routes beside this one, over the same conversation.
+    base_url: str
+    key: str
+    ticket: str
+
+
+class Endpoint:
+    """A server that runs while there are sessions. Each has a base URL, a key and a ticket of its own.
+
+    It listens on loopback at a free port unless told otherwise. All dialects are routes over the same conversation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host = host
+        self._port = port
         self._sessions: dict[str, Session] = {}
         self._users = 0
         self._lock = asyncio.Lock()
@@ -43,30 +65,40 @@ class Endpoint:
         self._address = ""
 
     @asynccontextmanager
-    async def session(self, conversation: Conversation) -> AsyncIterator[tuple[str, str]]:
-        """The base URL and the key under which a program finds the policy while the context lasts."""
+    async def session(self, conversation: Conversation) -> AsyncIterator[Access]:
+        """How a program finds the policy while the context lasts. Raises `InvalidOutcome` where the endpoint cannot
+        listen at its address."""
         await self._enter()
         name, key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
         self._sessions[name] = Session(conversation, key)
         try:
-            yield f"{self._address}/{name}/v1", key
+            yield Access(f"{self._address}/{name}/v1", key, f"{name}.{key}")
         finally:
             del self._sessions[name]
             await asyncio.shield(self._leave())
 
     async def _enter(self) -> None:
         async with self._lock:
+            if self._runner is None:
+                self._runner = await self._start()
             self._users += 1
-            if self._runner is not None:
-                return
-            app = web.Application(client_max_size=MAX_BODY)
-            app.router.add_get("/{session}/v1/models", self._models)
-            app.router.add_post("/{session}/v1/chat/completions", self._chat)
-            self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-            await self._runner.setup()
-            site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
-            await site.start()
-            self._address = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_get("/{session}/v1/models", self._models)
+        for prefix in ("/{session}", ""):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        except OSError as error:
+            await runner.cleanup()
+            where = f"{self._host}:{self._port}"
+            raise InvalidOutcome("agent", f"the policy cannot be served at {where}: {error.strerror}") from None
+        self._address = f"http://{self._host}:{runner.addresses[0][1]}"
+        return runner
 
     async def _leave(self) -> None:
         async with self._lock:
@@ -79,7 +111,7 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            self._session(request)
+            self._of_url(request)
         except Refusal as refusal:
             return refusal.response()
         return web.json_response(
@@ -88,16 +120,12 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
-            conversation = self._session(request)
-            try:
-                asked = parse(await request.json())
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise Refusal(400, "the body is not JSON") from None
+            conversation, body = await self._asked(request)
+            asked = parse(body)
             try:
                 answer = await conversation.complete(asked.messages, asked.tools, asked.max_tokens)
             except OutOfBudget as limit:
-                words = {"context": "the context is full", "tokens": "the episode's token budget is used up"}
-                raise Refusal(400, words[limit.reason], "context_length_exceeded") from None
+                raise Refusal(400, SPENT[limit.reason], "context_length_exceeded") from None
             except EnvgymError as error:
                 raise Refusal(400, str(error)) from None
         except Refusal as refusal:
@@ -112,10 +140,47 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _session(self, request: web.Request) -> Conversation:
-        """The conversation of a request's session. Raises `Refusal` for an unknown one or another's key."""
-        session = self._sessions.get(request.match_info["session"])
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if session is None or not hmac.compare_digest(given.encode(), session.key.encode()):
+    async def _responses(self, request: web.Request) -> web.Response:
+        try:
+            conversation, body = await self._asked(request)
+            asked = responses_api.parse(body)
+            try:
+                answer = await conversation.complete(asked.messages, asked.tools, asked.max_tokens)
+            except OutOfBudget:
+                # An incomplete answer ends a program's loop as an answer cut short does; an error would end it badly.
+                return web.json_response(asked.out_of_budget())
+            except EnvgymError as error:
+                raise Refusal(400, str(error)) from None
+        except Refusal as refusal:
+            return refusal.response()
+        return web.json_response(asked.answer(*answer))
+
+    async def _asked(self, request: web.Request) -> tuple[Conversation, Any]:
+        """The conversation that a request belongs to, and its body. Raises `Refusal`."""
+        if "session" in request.match_info:
+            return self._of_url(request), await _body(request)
+        body = await _body(request)
+        metadata = body.get("metadata") if isinstance(body, Mapping) else None
+        ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
+        if not isinstance(ticket, str):
+            raise Refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
+        name, _, key = ticket.partition(".")
+        return self._session(name, key), body
+
+    def _of_url(self, request: web.Request) -> Conversation:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._session(request.match_info["session"], key)
+
+    def _session(self, name: str, key: str) -> Conversation:
+        """The conversation of a session. Raises `Refusal` for an unknown one or another's key."""
+        session = self._sessions.get(name)
+        if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
             raise Refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
         return session.conversation
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return await request.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise Refusal(400, "the body is not JSON") from None

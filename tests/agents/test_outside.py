@@ -250,7 +250,7 @@ def ask_endpoint(renderer, body, *, key=None, path="/chat/completions", engine=N
     async def main():
         sampling = SamplingParams(max_tokens=8)
         sampler = EpisodeSampler(engine or Scripted(renderer, lambda n, p: "yes"), "e", sampling, 512)
-        async with Endpoint().session(Conversation(renderer, sampler, None, None)) as (url, own):
+        async with Endpoint().session(Conversation(renderer, sampler, None, None)) as (url, own, _):
             headers = {"Authorization": f"Bearer {own if key is None else key}"}
             async with (
                 aiohttp.ClientSession() as session,
