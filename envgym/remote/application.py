@@ -89,6 +89,9 @@ class Application:
     async def drain(self) -> None:
         """Take no new sessions, and wait for those there are to be closed, as long as the limits allow."""
         self.sessions.draining = True
+        if len(self.sessions):
+            seconds = self._limits.drain_seconds
+            logger.warning("%d sessions are left, and may go on for %g s", len(self.sessions), seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_seconds):
                 await self.sessions.emptied()
