@@ -37,7 +37,7 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     from .evaluation.policy import new_evaluation, run_evaluation
 
     evaluation = new_evaluation(_nested(settings), suite=suite)
-    display = Display() if quiet else open_display(evaluation.config)
+    display = Display() if quiet else open_display(evaluation.config, evaluation.suite)
     try:
         return run_evaluation(evaluation, display)
     finally:

@@ -42,15 +42,15 @@ class Display:
         """Leave the terminal as it was found. May be called twice, and in the middle of anything."""
 
 
-def open_display(config: RunConfig | None = None) -> Display:
+def open_display(config: RunConfig | None = None, subject: str | None = None) -> Display:
     """The display for standard output: live on a terminal, else (and where `CI` is set) lines. The live one names
-    the run, environment and model of `config`."""
+    the run, environment and model of `config`, or the `subject` in place of the environment."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
     if not terminal:
         return LineDisplay(sys.stdout)
     from .live_display import LiveDisplay
 
-    return LiveDisplay(config)
+    return LiveDisplay(config, subject=subject)
 
 
 class Pace:

@@ -33,8 +33,11 @@ class LiveDisplay(Display):
     The terminal's cursor stays visible: there is nothing to restore where a run is killed.
     """
 
-    def __init__(self, config: RunConfig | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self, config: RunConfig | None = None, console: Console | None = None, *, subject: str | None = None
+    ) -> None:
         self._config = config
+        self._subject = subject
         self._console = console or Console(highlight=False)
         self._spinner = Spinner("dots")
         self._phase, self._phase_began = "starting", time.monotonic()
@@ -116,7 +119,7 @@ class LiveDisplay(Display):
         if self._config is not None:
             stage = self._config.stages[-1]
             title.append(f"  {self._config.name or ''}", "bold cyan")  # a run that was given no name gets one later
-            title.append(f"  {stage.env.name}, {stage.model}", "dim")
+            title.append(f"  {self._subject or stage.env.name}, {stage.model}", "dim")
         return title
 
     def _activity(self) -> Table:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
     invocation.folder = evaluation.folder.path
-    display = open_display(evaluation.config)
+    display = open_display(evaluation.config, evaluation.suite)
     try:
         result = run_evaluation(evaluation, display)
     finally:
