@@ -44,7 +44,8 @@ class MultiTurn(TokenLevel):
         while True:
             generation = await transcript.sample(observation.sampling)
             message = dialogue.said(generation.token_ids)
-            action = Action(message.text, generation.token_ids, message.tool_calls, generation.stop_reason)
+            calls, said = message.tool_calls, dialogue.content
+            action = Action(message.text, generation.token_ids, calls, generation.stop_reason, said if calls else None)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.paid(reward, info)
             turns += 1

@@ -193,12 +193,14 @@ class StopReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Action:
     """What the policy did in one turn: its text without special tokens (the markup of tool calls included), the exact
-    token ids, parsed tool calls, and why it stopped."""
+    token ids, parsed tool calls, and why it stopped. `content` is the text beside the calls, where the agent can tell
+    it from their markup (None: it is `text`)."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = StopReason.STOP
+    content: str | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from string import Formatter
 from typing import Any
 
@@ -18,6 +18,9 @@ PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "messages")
 ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
+Form = Callable[[Row, str], Row]
+"""What an environment makes of a row that is in another program's form, before fields are read from it: a row with a
+prompt, an answer and so on. Gets the row and its place, for a `DataError`."""
 KEYS = 16**15
 """Prompts have keys below this."""
 
@@ -26,11 +29,15 @@ class TaskReader:
     """Makes tasks of a source's rows. The first row it reads decides which of several names a field has.
 
     `answer_required`: an answer must be there, and be text or a number; else it may be any value, or missing.
-    `prefix` goes before every id.
+    `prefix` goes before every id. A row that is read in another `form` is in the task's fields as it stands, whole;
+    its prompt may be empty, as another program may say more.
     """
 
-    def __init__(self, source: SourceConfig, *, answer_required: bool, prefix: str = "") -> None:
+    def __init__(
+        self, source: SourceConfig, *, answer_required: bool, prefix: str = "", form: Form | None = None
+    ) -> None:
         self._source = source
+        self._form = form
         self._answer_required = answer_required
         self._prefix = prefix
         self._fields: tuple[str | None, str | None] | None = None
@@ -46,24 +53,25 @@ class TaskReader:
 
     def _read(self, row: Row, where: str, name: str) -> tuple[Task, tuple[Message, ...]]:
         source = self._source
+        given, row = row, row if self._form is None else self._form(row, where)
         if self._fields is None:
             self._fields = self._prompt_field(row, where), self._answer_field(row, where)
         prompt_field, answer_field = self._fields
         prompt: str | tuple[Message, ...] = ""
         asked: tuple[Message, ...] = ()
         if prompt_field is not None:
-            prompt, asked = _prompt(_value(row, prompt_field, where), prompt_field, where)
+            prompt, asked = _prompt(_value(row, prompt_field, where), prompt_field, where, self._form is not None)
         if source.template is not None:
             prompt = self._fill(source.template, prompt, row, where)
             asked = asked or as_messages(prompt)
-        if source.system is not None and asked[0].role != "system":
+        if source.system is not None and (not asked or asked[0].role != "system"):
             prompt = (Message.of("system", source.system), *as_messages(prompt))
         used = {prompt_field, answer_field, source.id, source.difficulty}
         task = Task(
             id=self._prefix + (str(_value(row, source.id, where)) if source.id else name),
             prompt=prompt,
             answer=self._answer(row, answer_field, where),
-            fields={key: value for key, value in row.items() if key not in used},
+            fields=given if self._form else {key: value for key, value in row.items() if key not in used},
             difficulty=None if source.difficulty is None else _difficulty(row, source.difficulty, where),
         )
         return task, asked
@@ -131,7 +139,9 @@ def _value(row: Row, name: str, where: str) -> Any:
     return row[name]
 
 
-def _prompt(value: Any, name: str, where: str) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
+def _prompt(
+    value: Any, name: str, where: str, may_be_empty: bool
+) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
     """The prompt as a task has it, and as messages."""
     try:
         if not isinstance(value, str | list):
@@ -139,7 +149,7 @@ def _prompt(value: Any, name: str, where: str) -> tuple[str | tuple[Message, ...
         messages = as_messages(value)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DataError(f"{where}: field {name!r}: {error}") from None
-    if not any(message.text.strip() for message in messages):
+    if not may_be_empty and not any(message.text.strip() for message in messages):
         raise DataError(f"{where}: field {name!r} is empty")
     return (value if isinstance(value, str) else messages), messages
 

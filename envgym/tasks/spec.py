@@ -9,6 +9,7 @@ from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
 
 from .config import DataConfig
+from .reading import Form
 from .split import TaskSplits, load_tasks
 
 
@@ -30,6 +31,8 @@ class DataEnvSpec(EnvSpec):
     answer_required: ClassVar[bool] = True
     """Whether every row must have an answer, text or a number; else it may be any value, or missing (None)."""
 
+    form: ClassVar[Form | None] = None
+    """Reads rows that are in another program's form, as a static method; they are then in the tasks' fields, whole."""
     given: TaskSet | None = None
     """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
 
@@ -37,7 +40,9 @@ class DataEnvSpec(EnvSpec):
 
     async def setup(self) -> None:
         if self.config.data is not None:
-            self._splits = await asyncio.to_thread(load_tasks, self.config.data, answer_required=self.answer_required)
+            self._splits = await asyncio.to_thread(
+                load_tasks, self.config.data, answer_required=self.answer_required, form=type(self).form
+            )
 
     async def teardown(self) -> None:
         self._splits = None

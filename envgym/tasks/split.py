@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from .config import DataConfig, SourceConfig, is_generator
 from .folders import open_rows, test_split_of
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved
-from .reading import KEYS, TaskReader
+from .reading import KEYS, Form, TaskReader
 from .rows import Rows
+
+_Reader = Callable[..., TaskReader]
+"""Makes the reader of a source's rows: `reader(settings, prefix=…)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +36,22 @@ class TaskSplits:
     dropped: int = 0
 
 
-def load_tasks(config: DataConfig, *, answer_required: bool = True) -> TaskSplits:
+def load_tasks(config: DataConfig, *, answer_required: bool = True, form: Form | None = None) -> TaskSplits:
     """Read and split the tasks that `config` describes. Every row is checked, but for those of an endless generator.
 
     With `answer_required` each row has an answer, text or a number; else it may be any value, or be missing (None).
-    Raises `DataError` naming the file and the line of what is wrong. Reads whole files: call it in a thread.
+    Rows in another program's form are read through `form`. Raises `DataError` naming the file and the line of what is
+    wrong. Reads whole files: call it in a thread.
     """
+    reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form)
     sources: list[_Source] = []
     for name, settings in config.each().items():
         kind = _Endless if settings.endless else _Finite
-        sources.append(kind(settings, f"{name}/" if name else "", answer_required))
+        sources.append(kind(settings, f"{name}/" if name else "", reader))
     held_out = _HeldOut()
     if config.sources and config.test_path is not None:
         common = SourceConfig(**config.model_dump(exclude={"sources"}))
-        tests: list[TaskSet] = [_File(config.test_path, config.test_split, common, "", answer_required).into(held_out)]
+        tests: list[TaskSet] = [_File(config.test_path, config.test_split, common, "", reader).into(held_out)]
     else:
         tests = [source.hold_out(held_out) for source in sources]
     trains = [source.train(held_out) for source in sources]
@@ -73,7 +79,7 @@ class _File:
     """The rows at a path and their prompts' keys. Every row has been read once, and found good."""
 
     def __init__(
-        self, path: str, split: str | None, settings: SourceConfig, prefix: str, answer_required: bool,
+        self, path: str, split: str | None, settings: SourceConfig, prefix: str, reader: _Reader,
         limit: int | None = None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -81,7 +87,7 @@ class _File:
             self.rows: Rows = read_generator(path, limit)
         else:
             self.rows = open_rows(Path(path), split, limit)
-        self.reader = TaskReader(settings, answer_required=answer_required, prefix=prefix)
+        self.reader = reader(settings, prefix=prefix)
         self.keys = array("Q")
         seen: dict[str, int] = {}
         for index, row in enumerate(self.rows):
@@ -107,8 +113,8 @@ class _Source(ABC):
 
     dropped = 0
 
-    def __init__(self, settings: SourceConfig, prefix: str, answer_required: bool) -> None:
-        self.settings, self.prefix, self.answer_required = settings, prefix, answer_required
+    def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
+        self.settings, self.prefix, self.reader = settings, prefix, reader
         self.path = str(settings.path)
 
     @abstractmethod
@@ -126,13 +132,13 @@ class _Source(ABC):
             split = None if is_generator(path) else test_split_of(Path(path), self.settings.split)
             if split is None:
                 return None
-        return _File(path, split, self.settings, self.prefix, self.answer_required)
+        return _File(path, split, self.settings, self.prefix, self.reader)
 
 
 class _Finite(_Source):
-    def __init__(self, settings: SourceConfig, prefix: str, answer_required: bool) -> None:
-        super().__init__(settings, prefix, answer_required)
-        self._file = _File(self.path, settings.split, settings, prefix, answer_required, settings.limit)
+    def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
+        super().__init__(settings, prefix, reader)
+        self._file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
         self._own: set[int] = set()
 
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
@@ -186,8 +192,7 @@ class _Endless(_Source):
         return self._tasks(lambda key: key not in held_out)
 
     def _tasks(self, belongs: Callable[[int], bool]) -> EndlessTasks:
-        reader = TaskReader(self.settings, answer_required=self.answer_required, prefix=self.prefix)
-        return EndlessTasks(self.path, reader, belongs)
+        return EndlessTasks(self.path, self.reader(self.settings, prefix=self.prefix), belongs)
 
 
 class RowTasks(TaskSet):
