@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from envgym.env import EnvSpec
 
 from . import openapi
-from .connections import Connections, problem_response
+from .connections import SERVER, Connections, problem_response
 from .encoding import encode
 from .hosted import Hosted
 from .limits import Limits
@@ -109,7 +109,8 @@ class Application:
     async def list_envs(self, call: Call) -> bytes:
         envs = tuple(hosted.describe() for hosted in self._environments.values())
         limits = self._limits
-        return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=limits.max_sessions))
+        room = min(limits.max_sessions, call.client.max_sessions or limits.max_sessions)
+        return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=room))
 
     async def describe(self, call: Call) -> bytes:
         return encode(self.sessions.environment(call.values[0]).describe())
@@ -198,8 +199,11 @@ class Application:
             logger.exception("%s %s", request.method, request.rel_url.raw_path)
             return self._refuse(request, Problem(500, "internal-error", "a defect of the server; its log has more"))
         if isinstance(answer, bytes):
-            return web.Response(body=answer, content_type="application/json")
-        return web.Response(status=204) if answer is None else answer
+            answer = web.Response(body=answer, content_type="application/json")
+        elif answer is None:
+            answer = web.Response(status=204)
+        answer.headers["Server"] = SERVER
+        return answer
 
     async def _admit(self, request: web.BaseRequest) -> tuple[Route, Call]:
         """The route and the call of a request. Raises a `Problem` where it may not, or cannot, be carried out."""

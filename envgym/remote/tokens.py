@@ -48,23 +48,8 @@ class Tokens:
         Raises `ConfigError` for a file that is missing or malformed, or that others on this machine can open. No
         message holds anything that the file says.
         """
-        try:
-            with path.open(encoding="utf-8") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
-        if stat.S_IMODE(mode) & 0o077:
-            raise ConfigError(f"token file {path} can be read by others on this machine: chmod 600 {path}")
-        lines = [(number, words) for number, line in enumerate(text.splitlines(), 1) if (words := _words(line))]
-        if not lines:
-            raise ConfigError(
-                f"token file {path} holds no token; write one of at least {MIN_LENGTH} characters into it"
-            )
-        if len(lines) == 1 and len(lines[0][1]) == 1:
-            lines = [(lines[0][0], ["default", *lines[0][1]])]
         clients: dict[str, tuple[bytes, Client]] = {}
-        for number, words in lines:
+        for number, words in _lines(path):
             client, token = _client(words, f"token file {path}, line {number}")
             digest = _digest(token)
             if client.name in clients or any(digest == known for known, _ in clients.values()):
@@ -85,6 +70,36 @@ class Tokens:
         if found is None:
             raise Problem(401, "unauthorized", "the token is not known here")
         return found
+
+
+def read_token(path: Path) -> str:
+    """The token a client sends, of a file that holds this one alone, by itself or in a line as the server's file has.
+
+    Raises `ConfigError` as `Tokens.read` does, and where the file holds several.
+    """
+    lines = _lines(path)
+    if len(lines) > 1:
+        raise ConfigError(f"token file {path} holds {len(lines)} tokens; a client's holds its own alone")
+    [(number, words)] = lines
+    return _client(words, f"token file {path}, line {number}")[1]
+
+
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """The lines of a token file with their numbers, each as its words; a token alone gets a name."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"token file {path} can be read by others on this machine: chmod 600 {path}")
+    lines = [(number, words) for number, line in enumerate(text.splitlines(), 1) if (words := _words(line))]
+    if not lines:
+        raise ConfigError(f"token file {path} holds no token; write one of at least {MIN_LENGTH} characters into it")
+    if len(lines) == 1 and len(lines[0][1]) == 1:
+        lines = [(lines[0][0], ["default", *lines[0][1]])]
+    return lines
 
 
 def _words(line: str) -> list[str]:

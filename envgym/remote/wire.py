@@ -65,7 +65,8 @@ class EnvDescription(Wire):
 
 
 class EnvList(Wire):
-    """What a server serves. A session is closed after `lease_seconds` without a request or a heartbeat."""
+    """What a server serves. A session is closed after `lease_seconds` without a request or a heartbeat; whoever asks
+    may have `max_sessions` at once."""
 
     protocol: Literal["envgym"] = "envgym"
     version: int = VERSION
