@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from .config import Component, RunConfig, StageConfig
 from .env import EnvSpec
 from .errors import ConfigError, DataError, EnvgymError, RunError, WorkerError
 from .evaluation.model_fingerprint import model_fingerprint
-from .evaluation.statistics import clustered_mean
+from .evaluation.result import result_of
 from .fingerprint import task_hash
 from .journal import Journal, Place
 from .models import fetch_model
@@ -31,7 +30,7 @@ from .placement import make_agent, make_runner, prepared, sampling_of, start_sam
 from .rollout import Play
 from .run_folder import RunFolder, write_atomically
 from .saved_episodes import check_target, write_episodes
-from .types import Episode, Group, Status, Task
+from .types import Episode, Group, Task
 
 if TYPE_CHECKING:
     from .display import Display
@@ -250,25 +249,10 @@ def _check_played(work: Unfinished, tasks: Sequence[Task], spec: EnvSpec, select
 
 
 def _summary(groups: Sequence[Group]) -> dict[str, Any]:
-    episodes = [episode for group in groups for episode in group.episodes]
-    finished = [episode for episode in episodes if not episode.failed]
-    scores: dict[str, list[float]] = {}
-    for episode in finished:
-        if episode.score is not None:
-            scores.setdefault(episode.task.key, []).append(episode.score)
-    mean = clustered_mean(scores)
+    result = result_of(groups)
     return {
         "tasks": len(groups),
-        "episodes": len(episodes),
-        "score": mean.score if scores else None,
-        "ci95": [mean.low, mean.high] if scores else None,
-        "truncated": sum(episode.outcome.status is Status.TRUNCATED for episode in finished),
-        "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
+        "episodes": result["n_episodes"],
+        **{name: result[name] for name in ("score", "ci95", "truncated", "failures", "tokens")},
         "empty": sum(all(episode.failed for episode in group.episodes) for group in groups),
-        "tokens": sum(sampled_tokens(episode) for episode in finished),
     }
-
-
-def sampled_tokens(episode: Episode) -> int:
-    """Tokens the policy sampled; an API tells their number alone."""
-    return sum(row.n_action_tokens for row in episode.rows) or int(episode.metrics.get("completion_tokens", 0))
