@@ -17,6 +17,9 @@ LINGER_SECONDS = 5.0
 KEEPALIVE_SECONDS = 75.0
 """How long a connection may stay without a whole request on it."""
 
+SERVER = "envgym"
+"""The header `Server`: which versions run here is nobody's business."""
+
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -25,6 +28,7 @@ def problem_response(problem: Problem) -> web.Response:
     """A problem as it is sent."""
     body = json.dumps(problem.body.model_dump(exclude_defaults=True)).encode()
     response = web.Response(body=body, status=problem.status, content_type="application/problem+json")
+    response.headers["Server"] = SERVER
     if problem.body.retry_after is not None:
         response.headers["Retry-After"] = f"{max(1, round(problem.body.retry_after))}"
     if problem.status == 401:

@@ -54,8 +54,9 @@ class Hosted:
     def _split(self, name: str) -> Split:
         try:
             return Split(size=self.spec.tasks(name).size)
-        except EnvgymError as error:  # no held-out file, say: the other split is still of use
-            return Split(error=str(error))
+        except Exception as error:  # no held-out file, say: the other split, and other environments, are still of use
+            ours = isinstance(error, EnvgymError)
+            return Split(error=_sendable(str(error) if ours else f"{type(error).__name__}: {error}"))
 
     async def page(self, query: TaskQuery) -> bytes:
         """The tasks that are asked for, an encoded `TaskPage`."""

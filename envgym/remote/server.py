@@ -95,11 +95,12 @@ def check_name(name: str) -> None:
 
 def check_servable(spec: EnvSpec) -> None:
     """Raise `ConfigError` for what a client would silently play differently from the local environment."""
-    if opponents := [name for name, service in spec.services.items() if isinstance(service, Policy)]:
-        raise ConfigError(
-            f"environment {spec.id} plays against the policy in training ({opponents[0]}), which is not here: give it "
-            "another model, or train without a server"
-        )
+    for part in (spec, *spec.parts()):
+        if opponents := [name for name, service in part.services.items() if isinstance(service, Policy)]:
+            raise ConfigError(
+                f"environment {part.id} plays against the policy in training ({opponents[0]}), which is not here: give "
+                "it another model, or train without a server"
+            )
 
 
 def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:

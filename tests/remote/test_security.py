@@ -280,6 +280,19 @@ def test_what_is_not_http_is_a_problem_too_and_the_server_lives_on(guarded, data
     assert send(guarded.url, raw("/livez")).startswith(b"HTTP/1.1 200")
 
 
+def test_a_head_is_a_get_without_its_body_and_no_answer_tells_versions(guarded):
+    full, head = (send(guarded.url, raw("/v1/envs", method=method), wait=1) for method in ("GET", "HEAD"))
+    assert head.startswith(b"HTTP/1.1 200")
+    assert head.endswith(b"\r\n\r\n")
+    assert full.startswith(b"HTTP/1.1 200")
+    for answer in (full, head, send(guarded.url, raw("/nothing")), send(guarded.url, b"nonsense\r\n\r\n")):
+        assert b"Server: envgym\r\n" in answer
+        assert b"aiohttp" not in answer
+    wrong = send(guarded.url, raw("/v1/sessions", method="PUT"))
+    assert wrong.startswith(b"HTTP/1.1 405")
+    assert b"Allow: POST\r\n" in wrong
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
