@@ -2,11 +2,11 @@
 
 from .config import DataConfig, SourceConfig
 from .interleave import InProportion, Interleaved
-from .reading import prompt_key
+from .reading import Form, prompt_key
 from .spec import DataEnvConfig, DataEnvSpec
 from .split import TaskSplits, load_tasks
 
 __all__ = [
-    "DataConfig", "DataEnvConfig", "DataEnvSpec", "InProportion", "Interleaved", "SourceConfig", "TaskSplits",
+    "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "InProportion", "Interleaved", "SourceConfig", "TaskSplits",
     "load_tasks", "prompt_key",
 ]  # fmt: skip

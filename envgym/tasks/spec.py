@@ -31,8 +31,6 @@ class DataEnvSpec(EnvSpec):
     answer_required: ClassVar[bool] = True
     """Whether every row must have an answer, text or a number; else it may be any value, or missing (None)."""
 
-    form: ClassVar[Form | None] = None
-    """Reads rows that are in another program's form, as a static method; they are then in the tasks' fields, whole."""
     given: TaskSet | None = None
     """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
 
@@ -41,7 +39,7 @@ class DataEnvSpec(EnvSpec):
     async def setup(self) -> None:
         if self.config.data is not None:
             self._splits = await asyncio.to_thread(
-                load_tasks, self.config.data, answer_required=self.answer_required, form=type(self).form
+                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form()
             )
 
     async def teardown(self) -> None:
@@ -55,6 +53,10 @@ class DataEnvSpec(EnvSpec):
         if self._splits is None:
             raise RuntimeError("tasks are read from data by setup, which has not run")
         return self._splits.train if split == "train" else self._splits.test
+
+    def form(self) -> Form | None:
+        """Reads rows that are in another program's form; they are then in the tasks' fields, whole. None: ours."""
+        return None
 
     def own_tasks(self, split: str) -> TaskSet:
         """The tasks of `train` or `test` without data."""
