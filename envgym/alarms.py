@@ -133,7 +133,7 @@ ALARMS = (
     Alarm(
         "ratio_low",
         "policy/ratio/min",
-        below(1e-4, steps=3),
+        below(1e-4, steps=5),  # of one token in thousands, which comes and goes while a healthy run rises
         "some tokens are only {value:.1g} times as likely to the policy as when they were sampled: it unlearns them "
         "in one step; try a lower learner.lr",
     ),
