@@ -11,7 +11,7 @@ import pytest
 from envgym import Env, EnvSpec
 from envgym.agents.outside import Outside, OutsideConfig
 from envgym.agents.outside.conversation import Conversation
-from envgym.agents.outside.endpoint import Endpoint
+from envgym.agents.outside.endpoint import TICKET, Endpoint
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
@@ -310,3 +310,128 @@ def test_a_malformed_call_reaches_the_program_as_the_text_it_is(renderer):
     message = answer["choices"][0]["message"]
     assert "tool_calls" not in message
     assert message["content"]
+
+
+# -- the Responses API ------------------------------------------------------------------------------------
+
+
+RESPONSES = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    client, items = OpenAI(max_retries=0), list(given["messages"])
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in given["tools"]]
+    while True:
+        said = client.responses.create(model="any", input=items, tools=tools, temperature=0.1)
+        items += [item.model_dump(exclude_none=True) for item in said.output]
+        calls = [item for item in said.output if item.type == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            assert json.loads(call.arguments) == {"name": "x"}
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "x is 42"})
+    assert said.status == "completed" and said.usage.output_tokens == len(said.output[-1].generation_token_ids)
+    print(said.output_text)
+"""
+
+
+def test_a_program_may_speak_the_responses_api(renderer, recording, check_episode, tmp_path):
+    said = f"I look. {CALL}"
+    engine = recording(Scripted(renderer, lambda n, prompt: "it is 42" if "x is 42" in prompt else said))
+    for episode in play(renderer, engine, program(tmp_path, RESPONSES), size=2):
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        [row] = episode.rows
+        assert [turn.reward for turn in row.turns] == [None, 1.0]
+
+
+def test_a_response_has_the_exact_tokens_on_its_last_item(renderer, recording):
+    body = {
+        "instructions": "Be brief.",
+        "input": "?",
+        "tools": [{"type": "function", "name": "look_up", "parameters": None}],
+        "metadata": {"a": "b"},
+        "max_output_tokens": 60,
+    }
+    engine = recording(Scripted(renderer, lambda n, prompt: "yes"))
+    status, answer = ask_endpoint(renderer, json.dumps(body), path="/responses", engine=engine)
+    [item] = answer["output"]
+    [(context, generation)] = engine.answers.values()
+    assert (status, answer["object"], answer["status"]) == (200, "response", "completed")
+    assert (answer["metadata"], answer["instructions"]) == ({"a": "b"}, "Be brief.")
+    assert item["content"][0]["text"] == "yes"
+    assert item["prompt_token_ids"] == list(context)
+    assert item["generation_token_ids"] == list(generation.token_ids)
+    assert item["generation_log_probs"] == list(generation.logprobs)
+    prompt = renderer.tokenizer.decode(list(context))
+    assert prompt.index("look_up") < prompt.index("Be brief.") < prompt.index("?<|im_end|>")
+
+
+def test_a_response_that_was_cut_is_incomplete(renderer):
+    engine = Scripted(renderer, lambda n, prompt: "much too long an answer")
+    _, answer = ask_endpoint(renderer, json.dumps({"input": "?"}), path="/responses", engine=engine)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert len(answer["output"][-1]["generation_token_ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[]", "a JSON object"),
+        ({}, "input is text or a list"),
+        ({"input": []}, "at least one item"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input item 0 is of the type 'item_reference'"),
+        ({"input": "?", "stream": True}, "'stream' cannot be true"),
+        ({"input": "?", "previous_response_id": "resp_1"}, "'previous_response_id' cannot be"),
+        ({"input": "?", "tools": [{"type": "web_search"}]}, "only function tools"),
+        ({"input": "?", "tool_choice": {"type": "function", "name": "x"}}, "'tool_choice' cannot be"),
+        ({"input": "?", "text": {"format": {"type": "json_object"}}}, "format cannot be"),
+        ({"input": "?", "instructions": 1}, "instructions are text"),
+        ({"input": "?", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_a_response_that_cannot_be_given_is_refused_with_a_reason(renderer, body, says):
+    body = body if isinstance(body, bytes) else json.dumps(body)
+    status, answer = ask_endpoint(renderer, body, path="/responses")
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_a_budget_that_runs_out_is_an_incomplete_response(renderer, tmp_path):
+    source = """
+    import json, os, urllib.request
+
+    items = []
+    for _ in range(3):
+        items.append({"role": "user", "content": "on"})
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/responses",
+            json.dumps({"input": items}).encode(),
+            {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        )
+        said = json.load(urllib.request.urlopen(request))
+        items += said["output"]
+    print(said["status"], said["output"])
+    """
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), max_tokens=5)
+    assert (episode.outcome.status, episode.outcome.reason) == ("truncated", "tokens")
+    assert Asks.heard[0].text.startswith("incomplete")
+    assert "token_ids" not in Asks.heard[0].text
+
+
+@pytest.mark.parametrize(("ticket", "status"), [("{}", 200), ("{}x", 401), ("", 401), (None, 401), ("né.é", 401)])
+def test_a_program_without_a_url_of_its_own_says_whose_request_it_is(renderer, ticket, status):
+    async def main():
+        sampler = EpisodeSampler(Scripted(renderer, lambda n, p: "yes"), "e", SamplingParams(max_tokens=8), 512)
+        async with (
+            Endpoint().session(Conversation(renderer, sampler, None, None)) as access,
+            aiohttp.ClientSession() as client,
+        ):
+            root = access.base_url.rpartition("/v1")[0].rpartition("/")[0]
+            metadata = None if ticket is None else {TICKET: ticket.format(access.ticket)}
+            for path, asks in (("responses", {"input": "?"}), ("chat/completions", {"messages": QUESTION})):
+                async with client.post(f"{root}/v1/{path}", json={**asks, "metadata": metadata}) as answer:
+                    assert answer.status == status
+
+    asyncio.run(main())

@@ -12,8 +12,8 @@ import uvicorn
 
 os.environ["NEMO_GYM_CONFIG_DICT"] = Path(sys.argv[1]).read_text()
 
-from nemo_gym.global_config import get_global_config_dict  # noqa: E402 - reads the variable when it is imported
-from nemo_gym.server_utils import HeadServer, ServerClient, SimpleServer  # noqa: E402
+from nemo_gym.global_config import get_global_config_dict
+from nemo_gym.server_utils import HeadServer, ServerClient, SimpleServer
 
 
 def server_class(kind, implementation):
