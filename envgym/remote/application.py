@@ -64,9 +64,9 @@ class Application:
     """The routes over some environments, and their sessions."""
 
     def __init__(self, specs: Mapping[str, EnvSpec], limits: Limits, tokens: Tokens | None) -> None:
-        self.metrics_kept = ServerMetrics(lambda: self.sessions.open_by_env())
-        self._environments = {name: Hosted(name, spec, limits, self.metrics_kept) for name, spec in specs.items()}
-        self.sessions = Sessions(self._environments, limits, self.metrics_kept)
+        self._counts = ServerMetrics(lambda: self.sessions.open_by_env())
+        self._environments = {name: Hosted(name, spec, limits, self._counts) for name, spec in specs.items()}
+        self.sessions = Sessions(self._environments, limits, self._counts)
         self._limits = limits
         self._tokens = tokens
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
@@ -169,7 +169,7 @@ class Application:
                 return b'{"status":200,"body":' + await session.answer(task) + b"}"
             except Problem as problem:
                 work = problem
-        self._count(work.body)
+        self._count_refusal(work.body)
         return b'{"status":%d,"body":%b}' % (work.status, encode(work.body))
 
     async def live(self, call: Call) -> bytes:
@@ -181,7 +181,7 @@ class Application:
         return encode(Health(status="ready"))
 
     async def metrics(self, call: Call) -> web.Response:
-        return web.Response(body=self.metrics_kept.text().encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self._counts.text().encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def openapi(self, call: Call) -> bytes:
         return self._openapi
@@ -256,7 +256,7 @@ class Application:
             raise Problem(400, "invalid-request", f"the body cannot be read ({type(error).__name__})") from None
 
     def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
-        self._count(problem.body)
+        self._count_refusal(problem.body)
         response = problem_response(problem)
         if isinstance(problem, _MethodNotAllowed):
             response.headers["Allow"] = ", ".join(problem.allowed)
@@ -264,9 +264,9 @@ class Application:
             response.force_close()
         return response
 
-    def _count(self, problem: ProblemBody) -> None:
+    def _count_refusal(self, problem: ProblemBody) -> None:
         if problem.kind not in ("environment-error", "environment-timeout"):
-            self.metrics_kept.rejected.add(problem.kind)
+            self._counts.rejected.add(problem.kind)
 
 
 _NO_ROUTES: tuple[Mapping[str, Route], list[str]] = ({}, [])

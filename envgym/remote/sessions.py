@@ -55,9 +55,9 @@ class Session:
         """The lease begins anew."""
         self._last_used = time.monotonic()
 
-    def opened_by(self, opening: Opening) -> bool:
+    def opened_by(self, hosted: Hosted, opening: Opening) -> bool:
         """Whether `opening` asks for what this session was opened with."""
-        return self._asked == _asked(opening)
+        return self.hosted is hosted and self._asked == _asked(opening)
 
     def opened(self) -> asyncio.Task[bytes]:
         """The work that opens the session; gives an encoded `Opened`."""
@@ -147,7 +147,7 @@ class Session:
 
 
 def _asked(opening: Opening) -> tuple[object, ...]:
-    return opening.env, opening.seed, opening.task, opening.options
+    return opening.seed, opening.task, opening.options
 
 
 class Sessions:
@@ -182,13 +182,13 @@ class Sessions:
 
     def open(self, client: Client, opening: Opening) -> Session:
         """The session `opening` asks for: a new one, or the one it opened when it came before."""
+        hosted = self.environment(opening.env)
         session = self._sessions.get((client.name, opening.session_id))
         if session is not None:
-            if not session.opened_by(opening):
+            if not session.opened_by(hosted, opening):
                 detail = f"session {opening.session_id} exists and was opened differently"
                 raise Problem(409, "session-conflict", detail)
             return session
-        hosted = self.environment(opening.env)
         if self.draining:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         self._check_room(client, hosted)
