@@ -711,6 +711,22 @@ def test_an_api_gives_the_scores_of_the_same_model_in_our_own_engine(vllm_server
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_suite_scores_the_same_by_an_api_and_by_our_own_engine(vllm_server, tmp_path):
+    suite = ["eval", "--suite", "arithmetic", "eval.tasks=128", "rollout.max_tokens=16"]
+    api = ["engine.kind=openai", f"engine.base_url={vllm_server}/v1", "engine.api_key_env=TEST_KEY"]
+    for name in ("api", "own"):
+        (tmp_path / name).mkdir()
+    by_api, _ = evaluated(tmp_path / "api", *suite, "--model", "policy", *api)
+    by_engine, _ = evaluated(tmp_path / "own", *suite, "--model", "starter")
+    assert by_api["failures"] == by_engine["failures"] == {}
+    assert by_api["envs"].keys() == by_engine["envs"].keys()
+    for a, e in [(by_api, by_engine), *zip(by_api["envs"].values(), by_engine["envs"].values(), strict=True)]:
+        print(f"api {a['score']:.3f} {a['ci95']}, own {e['score']:.3f} {e['ci95']}")
+        assert max(a["ci95"][0], e["ci95"][0]) < min(a["ci95"][1], e["ci95"][1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_real_server_that_refuses_is_told_in_one_line(vllm_server, tmp_path, monkeypatch):
     monkeypatch.setenv("WRONG_KEY", "sk-wrong")
     for words, told in {
