@@ -1,8 +1,11 @@
 """What many tests share: a small Qwen3 policy with random weights, and a byte-level tokenizer that merges."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -221,3 +224,73 @@ def _check_episode(episode, answers):
     stops = [row.turns[-1].stop_reason for row in episode.rows if row.turns]
     if stops and stops[-1] is StopReason.LENGTH:
         assert episode.outcome.reason in ("length", "context", "tokens", "environment", "template")
+
+
+# -- the real NeMo-Gym ------------------------------------------------------------------------------------
+
+NEMO_GYM = Path(__file__).parent / "envs" / "nemo_gym"
+_with_nemo_gym: set[str] = set()
+
+
+@pytest.fixture(scope="session")
+def nemo_gym_package() -> tuple[Path, dict[str, str]]:
+    """The real NeMo-Gym in an environment of its own: its Python, and the variables to run it with.
+
+    Made once, in about a minute; later versions of the lock make it anew. Skips where there is no Python 3.12.
+    """
+    python = _python_3_12()
+    if python is None:
+        pytest.skip("NeMo-Gym needs Python 3.12, and there is none here")
+    folder = Path.home() / ".cache" / "envgym" / "nemo-gym-0.4.0"
+    lock = (NEMO_GYM / "requirements.txt").read_text()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as waiting:
+        fcntl.flock(waiting, fcntl.LOCK_EX)  # another run of the tests may be making it
+        made = folder / "requirements.txt"
+        if not made.exists() or made.read_text() != lock:
+            shutil.rmtree(folder, ignore_errors=True)
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            for command in (
+                [python, "-m", "venv", folder],
+                [*pip, "--no-deps", "--no-compile", "-r", NEMO_GYM / "requirements.txt"],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+                assert done.returncode == 0, f"NeMo-Gym cannot be installed: {done.stderr[-2000:]}"
+            made.write_text(lock)
+    variables = {"PYTHONPATH": str(NEMO_GYM / "stubs"), "OMP_NUM_THREADS": "1"}
+    return folder / "bin" / "python", {**os.environ, **variables}
+
+
+def _python_3_12() -> str | None:
+    """A Python 3.12 on the path, or of pyenv's."""
+    found = [shutil.which("python3.12")]
+    if (pyenv := shutil.which("pyenv")) is not None:
+        run = subprocess.run([pyenv, "versions", "--bare"], capture_output=True, text=True, timeout=60, check=False)
+        for version in [line.strip() for line in run.stdout.splitlines() if line.strip().startswith("3.12")]:
+            run = subprocess.run([pyenv, "prefix", version], capture_output=True, text=True, timeout=60, check=False)
+            found.append(f"{run.stdout.strip()}/bin/python3.12")
+    for python in filter(None, found):
+        program = [python, "-c", "import sys, venv; print(sys.version_info[:2])"]  # a shim may lead nowhere
+        with contextlib.suppress(OSError):
+            run = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+            if run.stdout.strip() == "(3, 12)":
+                return python
+    return None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "nemo_gym_package" in getattr(item, "fixturenames", ()):
+        _with_nemo_gym.add(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say whether the tests with the real NeMo-Gym ran: a green run without them shows less."""
+    if not _with_nemo_gym:
+        return
+    counts = {
+        outcome: len({report.nodeid for report in reports if getattr(report, "nodeid", None) in _with_nemo_gym})
+        for outcome in ("passed", "failed", "error", "skipped", "deselected")
+        if (reports := terminalreporter.stats.get(outcome))
+    }
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "none ran"
+    terminalreporter.write_line(f"With the real NeMo-Gym, {len(_with_nemo_gym)} tests: {said}")
