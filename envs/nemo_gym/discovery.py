@@ -76,7 +76,7 @@ async def _get(url: str, connections: aiohttp.TCPConnector) -> tuple[int, str]:
             http.get(url, allow_redirects=False) as answer,
         ):
             return answer.status, await answer.text(errors="replace")
-    except aiohttp.InvalidURL:
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
         raise ConfigError(f"{url}: not a usable URL; it looks like http://127.0.0.1:11000") from None
     except TimeoutError:
         raise ConfigError(f"{url}: no answer within {SECONDS:g} s; is the server well?") from None
