@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 import envgym
+from envgym.envs.nemo_gym import server as server_module
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
 from envgym.types import Action, Message, StopReason, TextPart, ToolCall
 
@@ -313,13 +314,15 @@ def test_a_tool_call_is_never_sent_twice(serving, path, answer, kind):
     assert server.routes == ["seed_session", "look_up"]
 
 
-def test_a_server_that_is_gone_fails_the_episode(serving, path):
+def test_a_server_that_is_gone_fails_the_episode(serving, path, monkeypatch):
+    monkeypatch.setattr(server_module, "KEEPALIVE", 0.01)
+
     async def main():
         async with serving(tools_server()) as url:
             spec = envgym.spec("nemo_gym", url=url, data={"path": path, "test_fraction": 0})
             await spec.ensure_setup()
             task = await spec.tasks("train").get(0)
-        await asyncio.sleep(0.1)  # the connections of before are seen to be closed
+        await asyncio.sleep(0.1)
         async with spec, spec.make() as env:
             await env.reset(options={"task": task})
 
