@@ -1,4 +1,4 @@
-"""A remote environment, played as if it were local: `envgym.make("http://127.0.0.1:8000")`."""
+"""A remote environment, played as if it were local: `envgym.make("http://127.0.0.1:8000/NAME")`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import asyncio
 import logging
 import random
 import uuid
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
+from envgym.episode_record import to_record
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
-from envgym.types import Action, Observation, Task
+from envgym.types import Action, Episode, Judgement, Observation, Task
 
-from .encoding import encode
-from .transport import Counters, RemoteError, Transport
-from .wire import VERSION, EnvDescription, EnvList, Opened, Opening, Step, Stepped, TaskPage
+from .access import access, parse_address
+from .remote_tasks import RemoteTasks
+from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
+from .transport import Counters, Full, RemoteError, as_error
+from .wire import EnvDescription, Group, Opened, Opening, Step, Stepped, Verdict, Verdicts
 
-SETUP_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-PAGE = 100
-"""Tasks in a page."""
-PAGES = 100
-"""Pages kept in memory. The longest unused goes first."""
+CLOSE_PATIENCE = 2.0
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -36,25 +34,38 @@ B = TypeVar("B", bound=BaseModel)
 class RemoteConfig(EnvConfig):
     """Settings of the connection. The environment's own are set where it is served."""
 
+    urls: tuple[str, ...] = ()
+    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
+    token_file: Path | None = None
+    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
+    ca_file: Path | None = None
+    """Certificates (PEM) that are trusted in place of the system's."""
     timeout: float = Field(default=660.0, gt=0)
     """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limit
     on an environment, 600 s, comes first."""
+    reconnect: float = Field(default=30.0, ge=0)
+    """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
 
 
 class RemoteEnvSpec(EnvSpec):
-    """The environment served at `url`. Its instances are sessions there; it holds the connections to them."""
+    """The environment served at `id`, a URL, and at `config.urls`. Its instances are sessions there."""
 
     agent = "tool_calling"  # whether it offers tools is known once it is reached; without them this is `multi_turn`
     Config = RemoteConfig
     config: RemoteConfig
 
-    def __init__(self, url: str, **kwargs: Any) -> None:
-        super().__init__(url.rstrip("/"), **kwargs)
+    def __init__(self, id: str, **kwargs: Any) -> None:
+        is_url = id.startswith(("http://", "https://"))
+        super().__init__(id.rstrip("/") if is_url else id, **kwargs)
+        urls = [*([self.id] if is_url else []), *self.config.urls]
+        if not urls:
+            raise ConfigError(f"environment {id}: urls says where it is served")
+        self.addresses = [parse_address(url) for url in urls]
         self.counters = Counters()
         self._description: EnvDescription | None = None
         self._task_sets: dict[str, RemoteTasks] = {}
         # Connections belong to the event loop that opened them.
-        self._transports: WeakKeyDictionary[asyncio.AbstractEventLoop, Transport] = WeakKeyDictionary()
+        self._replicas: WeakKeyDictionary[asyncio.AbstractEventLoop, Replicas] = WeakKeyDictionary()
         self._reported: set[str] = set()
 
     @property
@@ -64,35 +75,39 @@ class RemoteEnvSpec(EnvSpec):
             raise EnvgymError(f"{self.id}: not connected yet; write `async with spec:` around what uses it")
         return self._description
 
+    @property
+    def replicas(self) -> Replicas:
+        """The servers, from this event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._replicas:
+            servers = [address.server for address in self.addresses]
+            shown = access(servers, self.config.token_file, self.config.ca_file)
+            self._replicas[loop] = Replicas(self.addresses, shown, self.counters)
+        return self._replicas[loop]
+
+    def fingerprint(self) -> dict[str, str]:
+        """That of the environment where it is served, once it is known."""
+        return super().fingerprint() if self._description is None else dict(self._description.fingerprint)
+
+    def concurrency_bound(self) -> int | None:
+        """No more than the servers take, once they are asked."""
+        rooms = [replicas.room for replicas in self._replicas.values()]
+        bounds = [bound for bound in (self.config.concurrency, *rooms) if bound is not None]
+        return min(bounds, default=None)
+
     async def setup(self) -> None:
-        """Ask the server what it serves. Raises `EnvgymError` where nothing answers, or something else does."""
-        seconds = min(SETUP_SECONDS, self.config.timeout)
+        """Ask the servers what they serve. Raises `EnvgymError` where nothing answers, or something else does."""
         try:
-            # One try: at the start a wrong address is likelier than a passing fault.
-            served = await self.call(EnvList, "GET", "/v1/envs", seconds=seconds, tries=1)
-            if served.version != VERSION:
-                raise ConfigError(
-                    f"{self.id} speaks version {served.version} of the protocol, this envgym version {VERSION}: "
-                    "install the same envgym on both sides"
-                )
-            description = self._choose(served)
+            # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
+            self._description = await self.replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
         except BaseException:
             await self.teardown()
             raise
-        self._description = description
-
-    def _choose(self, served: EnvList) -> EnvDescription:
-        name = urlsplit(self.id).path.strip("/")
-        found = [env for env in served.envs if name in ("", env.name)]
-        if len(found) != 1:
-            known = ", ".join(env.name for env in served.envs)
-            raise ConfigError(f"{self.id}: the address ends in the name of one of the server's environments: {known}")
-        return found[0]
 
     async def teardown(self) -> None:
-        transport = self._transports.pop(asyncio.get_running_loop(), None)
-        if transport is not None:
-            await transport.close()
+        replicas = self._replicas.pop(asyncio.get_running_loop(), None)
+        if replicas is not None:
+            await replicas.close()
 
     def tasks(self, split: str) -> TaskSet:
         """The tasks of `split` on the server, read in pages. Raises `ConfigError` where it has none."""
@@ -103,28 +118,51 @@ class RemoteEnvSpec(EnvSpec):
             error = known[split].error
             if error is not None:
                 raise ConfigError(f"{self.id}: {error}")
-            self._task_sets[split] = RemoteTasks(self, split, known[split].size)
+            self._task_sets[split] = RemoteTasks(self.ask_any, split, known[split].size)
         return self._task_sets[split]
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Judgement | Exception] | None:
+        """What the server's environment says of a group, where it judges groups."""
+        if not self.description.scores_groups:
+            return None
+        group = Group(task=task, episodes=tuple(to_record(episode) for episode in episodes))
+        answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
+        return None if answer.verdicts is None else [self._judgement(verdict) for verdict in answer.verdicts]
+
+    def _judgement(self, verdict: Verdict) -> Judgement | Exception:
+        if verdict.problem is not None:
+            return as_error(self.id, verdict.problem)
+        return Judgement(verdict.reward, verdict.score, verdict.metrics)
 
     def make(self) -> CheckedEnv:
         return RemoteEnv(self)
 
-    async def call(self, model: type[B], method: str, path: str, body: BaseModel | None = None, **limits: Any) -> B:
-        """The server's answer to one request, as a `model`. Raises as `Transport.call` does."""
-        content = await self._transport.call(method, path, None if body is None else encode(body), **limits)
-        try:
-            return model.model_validate_json(content)
-        except ValidationError as error:
-            self.counters.failures += 1
-            what = f"the answer to {method} {path} is not one of an envgym server ({error.errors()[0]['msg'].lower()})"
-            raise RemoteError(f"{self.id}: {what}; check the address", retryable=True) from None
+    async def ask_any(self, model: type[B], method: str, path: str, body: BaseModel | None = None) -> B:
+        """What a server that is up says to a request below the environment's own path."""
+        replicas, config = self.replicas, self.config
+        while True:
+            replica = replicas.any_up()
+            patience = 0.0 if replicas.others(replica) else config.reconnect
+            where = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
+            try:
+                return await replica.transport.ask(
+                    model, method, where, body, seconds=config.timeout, patience=patience
+                )
+            except RemoteError as error:
+                if error.kind != "connection":
+                    raise
+                replica.is_down()
+                if not replicas.others(replica):
+                    raise
 
-    async def end_session(self, session: str) -> None:
-        """Close a session; one that cannot be reached any more is left to the server's idle limit."""
-        try:
-            await self._transport.call("DELETE", f"/v1/sessions/{session}", None, seconds=CLOSE_SECONDS, tries=2)
-        except RemoteError as error:
-            logger.debug("session %s was not closed: %s", session, error)  # counted; its episode is over either way
+    async def describe(self, replica: Replica, patience: float) -> EnvDescription:
+        """What `replica` serves; where it is asked anew, it must be what it was."""
+        if replica.description is None:
+            found = await replica.describe(patience)
+            if self._description is not None:
+                check_same(self._description, found, replica.address)
+        assert replica.description is not None
+        return replica.description
 
     def report_dropped(self, names: tuple[str, ...]) -> None:
         """Count `info` entries that JSON could not carry, and warn once of each name."""
@@ -133,51 +171,9 @@ class RemoteEnvSpec(EnvSpec):
             self._reported.add(name)
             logger.warning("%s: info[%r] cannot be sent as JSON and is left out", self.id, name)
 
-    @property
-    def _transport(self) -> Transport:
-        loop = asyncio.get_running_loop()
-        if loop not in self._transports:
-            self._transports[loop] = Transport("{0.scheme}://{0.netloc}".format(urlsplit(self.id)), self.counters)
-        return self._transports[loop]
-
-
-class RemoteTasks(TaskSet):
-    """A split on a server, read by pages when they are asked for; those read last are kept."""
-
-    def __init__(self, spec: RemoteEnvSpec, split: str, size: int | None) -> None:
-        self._spec = spec
-        self._split = split
-        self._size = size
-        self._pages: OrderedDict[int, tuple[Task, ...]] = OrderedDict()
-        self._reading: dict[int, asyncio.Task[tuple[Task, ...]]] = {}
-
-    @property
-    def size(self) -> int | None:
-        return self._size
-
-    async def get(self, index: int) -> Task:
-        if index < 0 or (self._size is not None and index >= self._size):
-            raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
-        number, offset = divmod(index, PAGE)
-        if number in self._pages:
-            self._pages.move_to_end(number)
-            return self._pages[number][offset]
-        if number not in self._reading:  # whoever else wants the page meanwhile waits for this one request
-            self._reading[number] = asyncio.create_task(self._read(number))
-            self._reading[number].add_done_callback(lambda _: self._reading.pop(number))
-        return (await asyncio.shield(self._reading[number]))[offset]
-
-    async def _read(self, number: int) -> tuple[Task, ...]:
-        path = f"/v1/envs/{self._spec.description.name}/tasks?split={self._split}&start={number * PAGE}&count={PAGE}"
-        page = await self._spec.call(TaskPage, "GET", path, seconds=self._spec.config.timeout)
-        self._pages[number] = page.tasks
-        if len(self._pages) > PAGES:
-            self._pages.popitem(last=False)
-        return page.tasks
-
 
 class RemoteEnv(CheckedEnv):
-    """One session at a time on the server. The checks of `CheckedEnv` are made there, where the environment is."""
+    """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is."""
 
     spec: RemoteEnvSpec
 
@@ -187,15 +183,23 @@ class RemoteEnv(CheckedEnv):
         self.rng = random.Random()
         self.task: Task | None = None
         self._has_slot = False
+        self._pool: Replicas | None = None
+        self._place: Replica | None = None
         self._session: str | None = None
         self._next_step = 0
+
+    async def acquire(self) -> None:
+        """Wait for a place within the environment's limit, and on a server that has room. `close` gives it back."""
+        await self.spec.ensure_setup()
+        await super().acquire()
+        if self._place is None:
+            self._pool = self.spec.replicas
+            self._place = await self._pool.take()
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, Info]:
         """Open a new session. Without a seed, one is drawn by the generator that the last seed set."""
-        await self.spec.ensure_setup()
-        await self.acquire()
         await self._end_session()
         if seed is None:
             seed = self.rng.getrandbits(31)
@@ -205,12 +209,53 @@ class RemoteEnv(CheckedEnv):
         task = given.pop("task", None)
         if not isinstance(task, Task | None):
             raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
-        self._session, self._next_step = uuid.uuid4().hex, 0
-        opening = Opening(session_id=self._session, env=self.spec.description.name, seed=seed, task=task, options=given)
-        opened = await self.spec.call(Opened, "POST", "/v1/sessions", opening, seconds=self.spec.config.timeout)
+        opened = await self._open(seed, task, given)
         self.spec.report_dropped(opened.dropped)
         self.task = opened.task if task is None else task
         return opened.observation, opened.info
+
+    async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
+        """Open a session where there is room, on another server where one cannot be reached."""
+        await self.spec.ensure_setup()
+        replicas, seconds = self.spec.replicas, self.spec.config.timeout
+        refusal: RemoteError | None = None
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                while True:
+                    if self._place is not None and self._place.down and replicas.others(self._place):
+                        self._leave()
+                    await self.acquire()
+                    assert self._place is not None
+                    place = self._place
+                    try:
+                        return await self._open_at(place, seed, task, options)
+                    except Full as full:
+                        refusal = full
+                        self._place = None
+                        replicas.refused(place, full)
+                    except RemoteError:
+                        if not place.down or not replicas.others(place):
+                            raise
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            waited = f"no place became free within {seconds:g} s"
+            if self._place is not None:
+                waited = f"{self._place.address}: no answer within {seconds:g} s; is the server well?"
+            kind = "timeout" if self._place is not None else "capacity"
+            raise RemoteError(kind, f"{waited}{f' ({refusal})' if refusal else ''}", retryable=True) from None
+
+    async def _open_at(self, place: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
+        patience = 0.0 if self.spec.replicas.others(place) else self.spec.config.reconnect
+        try:
+            name = (await self.spec.describe(place, patience)).name
+        except RemoteError:
+            place.is_down()
+            raise
+        self._session, self._next_step = uuid.uuid4().hex, 0
+        opening = Opening(session_id=self._session, env=name, seed=seed, task=task, options=options)
+        return await self._ask(Opened, "POST", "/v1/sessions", opening, patience)
 
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._session is None:
@@ -218,19 +263,54 @@ class RemoteEnv(CheckedEnv):
         step = Step(step_id=self._next_step, action=action)
         self._next_step += 1
         path = f"/v1/sessions/{self._session}/step"
-        stepped = await self.spec.call(Stepped, "POST", path, step, seconds=self.spec.config.timeout)
+        stepped = await self._ask(Stepped, "POST", path, step, self.spec.config.reconnect)
         self.spec.report_dropped(stepped.dropped)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
+
+    async def _ask(self, model: type[B], method: str, path: str, body: BaseModel, patience: float) -> B:
+        """A request to the session, whose lease it renews."""
+        place, session = self._place, self._session
+        assert place is not None
+        assert session is not None
+        place.leases.renew(session)
+        try:
+            answer = await place.transport.ask(
+                model, method, path, body, seconds=self.spec.config.timeout, patience=patience
+            )
+        except RemoteError as error:
+            if error.kind == "connection":
+                place.is_down()
+            if isinstance(error, Full) or error.kind == "session_lost":  # there is nothing to end
+                place.leases.end(session)
+                self._session = None
+            raise
+        place.is_up()
+        if self._session == session:
+            place.leases.renew(session)
+        return answer
 
     async def close(self) -> None:
         try:
             await self._end_session()
         finally:
+            self._leave()
             if self._has_slot and self.spec._slots is not None:
                 self._has_slot = False
                 self.spec._slots.release()
 
+    def _leave(self) -> None:
+        place, self._place = self._place, None
+        if place is not None and self._pool is not None:
+            self._pool.leave(place)
+
     async def _end_session(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await self.spec.end_session(session)
+        """Close the session; one that cannot be reached any more is left to its lease."""
+        session, self._session, place = self._session, None, self._place
+        if session is None or place is None:
+            return
+        place.leases.end(session)
+        seconds, patience = (1.0, 0.0) if place.down else (CLOSE_SECONDS, CLOSE_PATIENCE)
+        try:
+            await place.transport.call("DELETE", f"/v1/sessions/{session}", seconds=seconds, patience=patience)
+        except RemoteError as error:
+            logger.debug("session %s was not closed: %s", session, error)  # counted; its episode is over either way

@@ -1,42 +1,55 @@
-"""The client's requests: one connection pool, one deadline for all tries, and every failure as one clear line."""
+"""The client's requests to one server: one pool of connections, one deadline for all tries, one line per failure."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from envgym import errors
-from envgym.errors import EnvgymError
+from envgym.errors import EnvgymError, InvalidOutcome
 
+from .access import Access
+from .encoding import encode
 from .wire import ProblemBody
 
-TRIES = 5
-"""How often a request is sent before its connection errors are given up on."""
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
+LONGEST_PAUSE = 5.0
 CONNECT_SECONDS = 10.0
-TRY_AGAIN = (429, 502, 503)
-"""Statuses of a server, or of a proxy before it, that cannot answer just now."""
 
 logger = logging.getLogger(__name__)
+B = TypeVar("B", bound=BaseModel)
 
 
-class RemoteError(EnvgymError):
-    """A remote environment could not do what was asked.
+class RemoteError(InvalidOutcome):
+    """A remote environment could not do what was asked; its episode fails with `kind`.
 
-    `retryable` says whether a new episode may succeed: True where the network, the server or its session failed,
-    False where the environment itself raised or the request was refused.
+    | kind | what happened | retryable |
+    |---|---|---|
+    | `connection` | the server cannot be reached, or says nothing any more | yes |
+    | `session_lost` | the server does not know the session (any more): it was restarted, or the lease ran out | yes |
+    | `capacity` | no place became free in time | yes |
+    | `timeout` | no answer in time, of the server or of the environment | yes |
+    | `server` | the answer is not one of an envgym server, or the server has a defect | yes |
+    | `refused` | the server does not take the request: a wrong token, an unknown environment | no |
+    | `environment` | the environment raised | no |
     """
 
-    def __init__(self, message: str, *, retryable: bool) -> None:
-        super().__init__(message)
-        self.retryable = retryable
+
+class Full(RemoteError):
+    """The server has no place for a session just now; one may be free in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__("capacity", message, retryable=True)
+        self.retry_after = retry_after
 
 
 @dataclass(slots=True)
@@ -49,6 +62,8 @@ class Counters:
     """Repeats among them."""
     failures: int = 0
     """Calls that came to nothing, whatever was tried."""
+    heartbeats: int = 0
+    """Requests among them that kept sessions alive."""
     dropped_info: int = 0
     """Entries of `info` that JSON could not carry."""
 
@@ -56,68 +71,126 @@ class Counters:
 class Transport:
     """Calls to one server from one event loop. Every call may be sent twice: the protocol makes that harmless."""
 
-    def __init__(self, url: str, counters: Counters) -> None:
-        self._url = url
-        self._counters = counters
+    def __init__(self, url: str, access: Access, counters: Counters) -> None:
+        self.url = url
+        self.last_heard = 0.0
+        """The loop's time of the last answer, whatever it said."""
+        self.counters = counters
+        self._waiting: dict[asyncio.Timeout, Callable[[], RemoteError]] = {}
         # No limit: each running episode has at most one request in flight, and none should wait for another's step.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            headers={"Content-Type": "application/json", **access.headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:
         await self._session.close()
 
+    def give_up(self, seconds: float) -> None:
+        """Fail every call that waits: the server has given no sign of life for so long."""
+        now = asyncio.get_running_loop().time()
+
+        def silent() -> RemoteError:
+            what = f"the server has given no sign of life for {seconds:.0f} s"
+            return RemoteError("connection", f"{self.url}: {what}", retryable=True)
+
+        for deadline in self._waiting:
+            self._waiting[deadline] = silent
+            deadline.reschedule(now)
+
+    async def ask(
+        self,
+        model: type[B],
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        *,
+        seconds: float,
+        patience: float = 0.0,
+    ) -> B:
+        """The server's answer as a `model`. Raises as `call` does, also for what is no such answer."""
+        content = await self.call(
+            method, path, None if body is None else encode(body), seconds=seconds, patience=patience
+        )
+        try:
+            return model.model_validate_json(content)
+        except ValidationError as error:
+            self.counters.failures += 1
+            what = f"the answer to {method} {path} is not one of an envgym server ({error.errors()[0]['msg'].lower()})"
+            raise RemoteError("server", f"{self.url}: {what}; check the address", retryable=True) from None
+
     async def call(
-        self, method: str, path: str, body: bytes | None = None, *, seconds: float, tries: int = TRIES
+        self, method: str, path: str, body: bytes | None = None, *, seconds: float, patience: float = 0.0
     ) -> bytes:
         """The body of a successful answer, within `seconds` for all tries together.
 
-        Raises the server's own `EnvgymError` where it names one, and else `RemoteError`.
+        A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
+        `EnvgymError` where it names one, and else `RemoteError`; `Full` where a session finds no place.
         """
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._call(method, path, body, tries)
-        except TimeoutError:
-            self._counters.failures += 1
-            raise RemoteError(
-                f"{self._url}: no answer within {seconds:g} s; is the server well, and reachable from here?",
-                retryable=True,
-            ) from None
-        except EnvgymError:
-            self._counters.failures += 1
-            raise
 
-    async def _call(self, method: str, path: str, body: bytes | None, tries: int) -> bytes:
-        pause = FIRST_PAUSE
-        for attempt in range(tries):
-            if attempt:
-                self._counters.retries += 1
-                await asyncio.sleep(pause)
-                pause *= 2
-            self._counters.requests += 1
+        def slow() -> RemoteError:
+            what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
+            return RemoteError("timeout", f"{self.url}: {what}", retryable=True)
+
+        if self._session.closed:
+            raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=False)
+        deadline = asyncio.timeout(seconds)
+        self._waiting[deadline] = slow
+        try:
+            async with deadline:
+                return await self._call(method, path, body, patience)
+        except TimeoutError:
+            self.counters.failures += 1
+            raise self._waiting[deadline]() from None
+        except Full:
+            raise  # whoever asks for a place waits for it
+        except EnvgymError:
+            self.counters.failures += 1
+            raise
+        finally:
+            del self._waiting[deadline]
+
+    async def _call(self, method: str, path: str, body: bytes | None, patience: float) -> bytes:
+        now = asyncio.get_running_loop().time
+        pause, give_up_at = FIRST_PAUSE, None
+        while True:
+            self.counters.requests += 1
+            wait: float | None = None
             try:
-                async with self._session.request(
-                    method, self._url + path, data=body, headers={"Content-Type": "application/json"}
-                ) as response:
+                async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
                     content = await response.read()
+            except aiohttp.InvalidURL:
+                raise errors.ConfigError(
+                    f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME"
+                ) from None
             except (aiohttp.ClientError, ConnectionError) as error:
                 failure = self._unreachable(error)
             else:
+                self.last_heard = now()
                 if response.ok:
                     return content
                 failure = self._refused(method, path, response, content)
-                if response.status not in TRY_AGAIN:
+                if response.status == 429 and not isinstance(failure, Full):
+                    wait = _retry_after(response)  # a proxy's: under the deadline, as often as it says
+                elif not (isinstance(failure, RemoteError) and failure.kind == "connection"):
                     raise failure
-            logger.debug("%s %s, try %d: %s", method, path, attempt + 1, failure)
-        raise failure
+            logger.debug("%s %s: %s", method, path, failure)
+            if wait is None:
+                give_up_at = now() + patience if give_up_at is None else give_up_at
+                if now() + pause > give_up_at:
+                    raise failure
+                wait, pause = pause, min(pause * 2, LONGEST_PAUSE)
+            self.counters.retries += 1
+            await asyncio.sleep(wait)
 
     def _unreachable(self, error: Exception) -> EnvgymError:
-        address = urlsplit(self._url)
-        if isinstance(error, aiohttp.InvalidURL):
-            return errors.ConfigError(f"{self._url}: not a usable URL; it looks like http://127.0.0.1:8000")
+        address = urlsplit(self.url)
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        if isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
+        if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
+            what = f"the TLS connection failed ({cause}); is it https, and is the certificate known (ca_file)?"
+        elif isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
             what = f"the host name {address.hostname!r} is not known; check the address"
         elif isinstance(cause, ConnectionRefusedError):
             what = "nothing answers there (connection refused); start `envgym serve` there, or check the address"
@@ -127,26 +200,52 @@ class Transport:
             )
         else:
             what = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
-        return RemoteError(f"{self._url}: {what}", retryable=True)
+        return RemoteError("connection", f"{self.url}: {what}", retryable=True)
 
     def _refused(self, method: str, path: str, response: aiohttp.ClientResponse, content: bytes) -> EnvgymError:
-        if response.content_type != "application/problem+json":
-            return RemoteError(
-                f"{self._url}: answered {method} {path} with {response.status} {response.reason}, not as an envgym "
-                "server would; check the address, its port and its path",
-                retryable=response.status in TRY_AGAIN,
-            )
-        try:
-            problem = ProblemBody.model_validate_json(content)
-        except ValidationError:
-            problem = ProblemBody(detail=f"{response.status} {response.reason}")
-        if problem.kind != "environment-error":
-            passing = ("session-not-found", "shutting-down", "environment-timeout", "internal-error")
-            retryable = problem.kind in passing or response.status in TRY_AGAIN
-            return RemoteError(f"{self._url}: {problem.detail}", retryable=retryable)
-        known = getattr(errors, problem.error, None)
-        if known is errors.InvalidOutcome:
-            return errors.InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
-        if isinstance(known, type) and issubclass(known, EnvgymError):
-            return known(problem.detail)
-        return RemoteError(f"{self._url}: the environment raised {problem.error}: {problem.detail}", retryable=False)
+        if response.content_type == "application/problem+json":
+            try:
+                return as_error(self.url, ProblemBody.model_validate_json(content))
+            except ValidationError:
+                pass
+        kind = "connection" if response.status in (502, 503, 504) else "server"  # what a proxy says of no server
+        what = f"answered {method} {path} with {response.status} {response.reason}, not as an envgym server would"
+        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
+
+
+def as_error(url: str, problem: ProblemBody) -> EnvgymError:
+    """What a problem stands for: the environment's own error where it is one of ours, else a `RemoteError`."""
+    what = f"{url}: {problem.detail}"
+    match problem.kind:
+        case "environment-error":
+            return _of_environment(url, problem)
+        case "environment-timeout":
+            return RemoteError("timeout", what, retryable=True)
+        case "session-not-found":
+            return RemoteError("session_lost", what, retryable=True)
+        case "server-full" | "quota-exceeded":
+            return Full(what, problem.retry_after or 1.0)
+        case "shutting-down":
+            return RemoteError("connection", what, retryable=True)
+        case "internal-error" | "too-slow":
+            return RemoteError("server", what, retryable=True)
+        case "unauthorized":
+            return RemoteError("refused", f"{what} (token_file names the file that holds it)", retryable=False)
+    return RemoteError("refused", what, retryable=False)
+
+
+def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
+    if problem.failure:  # an episode that says nothing, by the environment's own word
+        return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
+    known = getattr(errors, problem.error, None)
+    if isinstance(known, type) and issubclass(known, EnvgymError) and known is not InvalidOutcome:
+        return known(problem.detail)
+    what = f"{url}: the environment raised {problem.error}: {problem.detail}"
+    return RemoteError("environment", what, retryable=False)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    try:
+        return min(max(float(response.headers.get("Retry-After", "")), 0.1), 60.0)
+    except ValueError:  # a date, or nothing
+        return 1.0

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 import envgym.registry as registry
-from envgym.errors import ConfigError, EnvgymError, InvalidStep
+from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.remote.application import Application
 from envgym.remote.client import RemoteError
 from envgym.remote.limits import Limits
@@ -134,7 +134,7 @@ def test_a_server_lost_in_mid_step_fails_the_episode_in_time(start, number, time
     server = start("GuessSpec")
 
     async def main() -> None:
-        async with registry.spec(server.url, timeout=timeout) as spec:
+        async with registry.spec(server.url, timeout=timeout, reconnect=1) as spec:
             env = spec.make()
             await env.reset(seed=0)
             step = asyncio.create_task(env.step(Action("hang")))
@@ -158,10 +158,14 @@ def test_a_session_lost_with_a_restart_is_retryable(game):
         async with registry.spec(game.url) as spec:
             env = spec.make()
             await env.reset(seed=0)
-            await spec.end_session(env._session)
+            async with aiohttp.ClientSession() as http:
+                await http.delete(f"{game.url}/v1/sessions/{env._session}")
             with pytest.raises(RemoteError, match="no session") as raised:
                 await env.step(Action("0"))
-            assert raised.value.retryable
+            assert (raised.value.kind, raised.value.retryable) == ("session_lost", True)
+            with pytest.raises(ResetNeeded):
+                await env.step(Action("0"))
+            await env.close()
 
     asyncio.run(main())
 

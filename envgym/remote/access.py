@@ -1,0 +1,79 @@
+"""How a client gets at a server: the address, the token it shows and the certificates it trusts."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from envgym.errors import ConfigError
+
+from .tokens import read_token
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an environment is served: `server` as `http://HOST:PORT`, and its name there, empty for the only one."""
+
+    server: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.server}/{self.name}" if self.name else self.server
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a client shows and trusts. The token is in no representation of it."""
+
+    headers: dict[str, str] = field(repr=False)
+    tls: ssl.SSLContext | bool = True
+
+
+def parse_address(url: str) -> Address:
+    """The two halves of `http://HOST:PORT[/NAME]`. Raises `ConfigError` for another form of URL."""
+    form = "it looks like http://HOST:PORT/NAME"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError(f"{url}: not a usable URL; {form}") from None
+    if parts.username is not None or parts.password is not None:  # it would be saved with every run; not repeated here
+        raise ConfigError(
+            f"the URL of a server holds no user or password: put a token into a file (token_file); {form}"
+        )
+    name = parts.path.strip("/")
+    if parts.scheme not in ("http", "https") or not host or "/" in name or parts.query or parts.fragment:
+        raise ConfigError(f"{url}: not a usable URL; {form}")
+    return Address(f"{parts.scheme}://{parts.netloc}", name)
+
+
+def access(servers: list[str], token_file: Path | None, ca_file: Path | None) -> Access:
+    """What is shown to all of `servers`. Raises `ConfigError` for files that cannot be used."""
+    headers = {}
+    if token_file is not None:
+        headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"
+        for server in servers:
+            if server.startswith("http://") and not _is_loopback(urlsplit(server).hostname or ""):
+                logger.warning("%s is asked without TLS: the token can be read on the way", server)
+    return Access(headers, True if ca_file is None else _trusting(ca_file.expanduser()))
+
+
+def _trusting(ca_file: Path) -> ssl.SSLContext:
+    """TLS that trusts the certificates of `ca_file` (PEM), and no others."""
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"certificate file {ca_file}: {error.strerror or error}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

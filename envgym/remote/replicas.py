@@ -1,0 +1,230 @@
+"""The servers of one environment: which of them takes the next session, and which are left out for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from envgym.errors import ConfigError
+
+from .access import Access, Address
+from .leases import Leases
+from .transport import Counters, Full, RemoteError, Transport
+from .wire import VERSION, EnvDescription, EnvList
+
+CONNECT_SECONDS = 30.0
+"""How long a server may take to say what it serves."""
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
+"""Seconds that a server which is down is left out; doubled each time it is found so."""
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """One server of the environment, from one event loop.
+
+    Our episodes hold `taken` of the `room` places we think it has for us (None: not known). `stated_room` is what it
+    said it has; others may use it too.
+    """
+
+    def __init__(self, address: Address, access: Access, counters: Counters) -> None:
+        self.address = address
+        self.transport = Transport(address.server, access, counters)
+        self.leases = Leases(self.transport, self._fell_silent)
+        self.description: EnvDescription | None = None
+        self.taken = 0
+        self.room: int | None = None
+        self.stated_room: int | None = None
+        self.down = False
+        self.try_at = 0.0
+        self._pause = FIRST_PAUSE
+        self._asking: asyncio.Task[EnvDescription] | None = None
+
+    async def describe(self, patience: float = 0.0) -> EnvDescription:
+        """What the server says of the environment; asked once, and again when it was down. Raises `EnvgymError`."""
+        if self.description is not None:
+            return self.description
+        if self._asking is None:  # whoever else wants it waits for this one request
+            self._asking = asyncio.create_task(self._describe(patience))
+            self._asking.add_done_callback(self._described)
+        return await asyncio.shield(self._asking)
+
+    async def _describe(self, patience: float) -> EnvDescription:
+        seconds = CONNECT_SECONDS + patience
+        served = await self.transport.ask(EnvList, "GET", "/v1/envs", seconds=seconds, patience=patience)
+        found = self.description = self._choose(served)
+        self.leases.seconds = served.lease_seconds
+        self.room = self.stated_room = min(served.max_sessions, found.concurrency or served.max_sessions)
+        return found
+
+    def _described(self, asking: asyncio.Task[EnvDescription]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have gone
+
+    def _choose(self, served: EnvList) -> EnvDescription:
+        if served.version != VERSION:
+            raise ConfigError(
+                f"{self.address} speaks version {served.version} of the protocol, this envgym version {VERSION}: "
+                "install the same envgym on both sides"
+            )
+        found = [env for env in served.envs if self.address.name in ("", env.name)]
+        if len(found) != 1:
+            known = ", ".join(f"{self.address.server}/{env.name}" for env in served.envs)
+            raise ConfigError(f"{self.address} does not name one of the server's environments; there is {known}")
+        return found[0]
+
+    def is_up(self) -> None:
+        """It answered."""
+        self.down, self._pause = False, FIRST_PAUSE
+
+    def is_down(self) -> None:
+        """It cannot be reached: leave it out for a while, and then ask anew what it serves."""
+        now = asyncio.get_running_loop().time()
+        self.description = None
+        if self.down and now < self.try_at <= now + LONGEST_PAUSE:
+            return  # one of many sessions that find it so
+        if not self.down:
+            logger.warning("%s cannot be reached", self.address)
+        self.down = True
+        self.try_at = now + self._pause
+        self._pause = min(self._pause * 2, LONGEST_PAUSE)
+
+    def _fell_silent(self, seconds: float) -> None:
+        self.is_down()
+        self.transport.give_up(seconds)
+
+    async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        await self.leases.close()
+        await self.transport.close()
+
+
+class Replicas:
+    """Spreads sessions over the servers by the share of their places that is taken."""
+
+    def __init__(self, addresses: Sequence[Address], access: Access, counters: Counters) -> None:
+        self._replicas = [Replica(address, access, counters) for address in addresses]
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._growing: dict[Replica, asyncio.TimerHandle] = {}
+
+    async def connect(self, seconds: float) -> EnvDescription:
+        """Ask every server what it serves, all at once. Those that do not answer are left out for a while.
+
+        Raises `EnvgymError` where none answers, and where they do not serve the same.
+        """
+        asked = [asyncio.create_task(replica.describe()) for replica in self._replicas]
+        await asyncio.wait(asked, timeout=seconds)
+        found: list[EnvDescription] = []
+        failure: RemoteError | None = None
+        for replica, task in zip(self._replicas, asked, strict=True):
+            try:
+                if not task.done():
+                    task.cancel()
+                    what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
+                    raise RemoteError("timeout", f"{replica.address}: {what}", retryable=True)
+                found.append(task.result())
+                check_same(found[0], found[-1], replica.address)
+            except RemoteError as error:
+                if not error.retryable:
+                    raise
+                failure = error
+                replica.is_down()
+        if failure is not None and not found:
+            raise failure
+        return found[0]
+
+    @property
+    def room(self) -> int | None:
+        """Sessions that the servers take at once, all together, as far as they said; None: not known."""
+        rooms = [replica.stated_room for replica in self._replicas if replica.stated_room is not None]
+        return sum(rooms) if rooms else None
+
+    def others(self, replica: Replica) -> bool:
+        """Whether there is another server to turn to."""
+        return any(other is not replica and not other.down for other in self._replicas)
+
+    def any_up(self) -> Replica:
+        """A server for what each of them can answer: tasks, judgements."""
+        return min(self._replicas, key=lambda replica: (replica.down, replica.taken))
+
+    async def take(self) -> Replica:
+        """A place on the server with the smallest share of its places taken; waits until there is one.
+
+        Where every server is down one of them is given all the same: who opens a session there finds out.
+        """
+        while (found := self._free()) is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._next()  # the place goes to another
+                raise
+        found.taken += 1
+        return found
+
+    def leave(self, replica: Replica) -> None:
+        """Give a place back."""
+        replica.taken -= 1
+        self._next()
+
+    def refused(self, replica: Replica, full: Full) -> None:
+        """The server has no room for one more, since others use it too: give the place back, keep to those that are
+        held, and try more in a while."""
+        replica.taken -= 1
+        replica.room = replica.taken
+        if replica not in self._growing:
+            self._grow_after(full.retry_after, replica)
+
+    def _grow_after(self, seconds: float, replica: Replica) -> None:
+        def grow() -> None:
+            del self._growing[replica]
+            room, limit = replica.room, replica.stated_room
+            if room is None or limit is None or room >= limit:
+                return
+            replica.room = min(limit, room + max(1, room // 4))
+            for _ in range(replica.room - room):
+                self._next()
+            self._grow_after(seconds, replica)
+
+        self._growing[replica] = asyncio.get_running_loop().call_later(seconds, grow)
+
+    def _free(self) -> Replica | None:
+        now = asyncio.get_running_loop().time()
+        ready = [replica for replica in self._replicas if not replica.down or replica.try_at <= now]
+        free = [replica for replica in ready or self._replicas if replica.room is None or replica.taken < replica.room]
+        if not free:
+            return None
+        best = min(free, key=lambda replica: replica.taken / (replica.room or 1))
+        if best.down:  # one session finds out how it is; the others go elsewhere meanwhile
+            best.try_at = now + 2 * LONGEST_PAUSE
+        return best
+
+    def _next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    async def close(self) -> None:
+        for timer in self._growing.values():
+            timer.cancel()
+        self._growing.clear()
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
+
+
+def check_same(expected: EnvDescription, found: EnvDescription, address: Address) -> None:
+    """Raise `RemoteError` where the tasks of a split are others than those `expected`; warn of other code."""
+    sizes, others = ({name: split.size for name, split in env.splits.items()} for env in (expected, found))
+    if sizes != others:
+        what = f"serves other tasks than it did, or than the other servers do ({others}, not {sizes})"
+        raise RemoteError("refused", f"{address} {what}", retryable=False)
+    if expected.fingerprint.get("code") != found.fingerprint.get("code"):
+        logger.warning("%s runs other code of the environment than before, or than the other servers", address)
