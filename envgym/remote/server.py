@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -22,6 +23,8 @@ from .application import Application
 from .limits import Limits
 from .tokens import Tokens
 
+OPEN_FILES = 65_536
+"""Connections and files the process may have open, where the machine allows as many."""
 RESERVED = {"v1", "livez", "readyz", "metrics", "openapi.json"}
 """First parts of the server's own paths."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -54,6 +57,7 @@ async def serve(
     limits = limits or Limits()
     tokens = None if token_file is None else Tokens.read(token_file)
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
+    allow_open_files()
     stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, public=tokens is not None))
@@ -73,6 +77,14 @@ async def serve(
         on_ready(f"{'http' if tls is None else 'https'}://{address}:{bound_port}")
         await stopping.wait()
         await application.drain()
+
+
+def allow_open_files() -> None:
+    """Raise the process's own limit on open files, which is often 1,024: each client's connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def name_of(spec: EnvSpec) -> str:

@@ -120,10 +120,10 @@ class Session:
             self.touch()
 
     async def _take(self, action: Action) -> bytes:
+        if self._env is None:  # its constructor raised, and the client was told
+            raise Problem(409, "step-conflict", "the session did not open")
         began = time.monotonic()
         try:
-            if self._env is None:  # its constructor raised, and the client was told
-                raise Problem(409, "step-conflict", "the session did not open")
             observation, reward, terminated, truncated, info = await self._env.step(action)
             kept, dropped = encodable_info(info)
             return encode(
@@ -136,8 +136,6 @@ class Session:
                     dropped=dropped,
                 )
             )
-        except Problem:
-            raise
         except Exception as error:
             raise self.hosted.raised(error, f"step {self._step_id}") from None
         finally:

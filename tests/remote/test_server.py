@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -139,6 +141,28 @@ def test_a_session_that_is_not_heard_of_is_closed_and_heartbeats_and_work_keep_i
 
     asyncio.run(main())
     assert "closing 1 sessions not heard of" in server.log()
+
+
+def test_more_clients_are_connected_than_processes_may_usually_have_open_files(start):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        server = start("GuessSpec")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    async def main() -> None:
+        address = urlsplit(server.url)
+        connections = [await asyncio.open_connection(address.hostname, address.port) for _ in range(200)]
+        for _, writer in connections:
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(10):
+            for reader, _ in connections:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for _, writer in connections:
+            writer.close()
+
+    asyncio.run(main())
 
 
 def test_an_environments_own_limit_is_answered_with_429_rather_than_a_wait(start):
