@@ -326,7 +326,7 @@ def test_a_server_that_is_gone_fails_the_episode(serving, path, monkeypatch):
         async with spec, spec.make() as env:
             await env.reset(options={"task": task})
 
-    with pytest.raises(InvalidOutcome, match="refused") as failure:
+    with pytest.raises(InvalidOutcome, match="Cannot connect") as failure:
         asyncio.run(main())
     assert (failure.value.kind, failure.value.retryable) == ("server_unreachable", True)
 
