@@ -192,7 +192,7 @@ class Application:
         """Answer one request; every error is a problem, and the server lives on."""
         try:
             route, call = await self._admit(request)
-            answer = await getattr(self, route.name)(call)
+            answer: bytes | web.StreamResponse | None = await getattr(self, route.name)(call)
         except Problem as problem:
             return self._refuse(request, problem)
         except Exception:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from envgym.cli import main
 from envgym.cli.serve import make_specs, split_words
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError
@@ -112,6 +113,26 @@ def test_how_environments_and_their_settings_are_written():
     ):
         with pytest.raises(ConfigError, match=message):
             make_specs(environments, settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-sessions", "0"], "--max-sessions is at least 1, not 0"),
+        (["--lease-seconds", "0"], "--lease-seconds is at least 0.1, not 0"),
+        (["--drain-seconds", "nan"], "--drain-seconds is at least 0, not nan"),
+        (["--token-file", "nothing"], "token file nothing: No such file or directory"),
+        (["--token", "x"], "has no option '--token'. Did you mean '--token-file'?"),
+        (["--host", "0.0.0.0"], "refusing to serve on 0.0.0.0 without tokens"),
+        (["b=math_verify", "env.n=3"], "whose setting"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", f"{GAME}:GuessSpec", *words, "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------
