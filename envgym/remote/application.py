@@ -91,7 +91,7 @@ class Application:
         self.sessions.draining = True
         if len(self.sessions):
             seconds = self._limits.drain_seconds
-            logger.warning("%d sessions are left, and may go on for %g s", len(self.sessions), seconds)
+            logger.warning("sessions still open: %d; they may go on for %g s", len(self.sessions), seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_seconds):
                 await self.sessions.emptied()

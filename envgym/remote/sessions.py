@@ -252,5 +252,5 @@ class Sessions:
         lease = self._limits.lease_seconds
         expired = [key for key, session in self._sessions.items() if session.idle_seconds > lease]
         if expired:
-            logger.warning("closing %d sessions not heard of for %g s", len(expired), lease)
+            logger.warning("closing sessions not heard of for %g s: %d", lease, len(expired))
         await asyncio.gather(*(self.close(*key, by="lease") for key in expired))

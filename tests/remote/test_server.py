@@ -161,7 +161,7 @@ def test_a_session_that_is_not_heard_of_is_closed_and_heartbeats_and_work_keep_i
         assert (status, problem["type"]) == (404, "urn:envgym:problem:session-not-found")
 
     asyncio.run(main())
-    assert "closing 1 sessions not heard of" in server.log()
+    assert "closing sessions not heard of for 0.6 s: 1" in server.log()
 
 
 def test_more_clients_are_connected_than_processes_may_usually_have_open_files(start):
@@ -358,4 +358,4 @@ def test_a_server_that_is_asked_to_stop_finishes_its_sessions_and_takes_no_new_o
     assert server.process.wait(20) == 0
     assert time.monotonic() - began < 10  # as soon as the last session was closed
     assert server.rest() == ["closed", "torn down"]
-    assert "1 sessions are left" in server.log()
+    assert "sessions still open: 1" in server.log()
