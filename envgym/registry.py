@@ -63,8 +63,17 @@ def register(id: str, entry_point: str | type[Env] | type[EnvSpec] | Callable[..
 
 
 def list_ids() -> list[str]:
-    """All registered environment ids, sorted."""
-    return sorted(_registrations())
+    """All registered environment ids, sorted; also the names given to remote environments (`envgym envs add`)."""
+    return sorted({*_remote(), *_registrations()})
+
+
+def is_installed(id: str) -> bool:
+    """Whether an environment of this name, in whatever version, is registered by a package or by this process.
+
+    Raises `ConfigError` for a malformed id.
+    """
+    wanted = parse_env_id(id)[:2]
+    return any(parse_env_id(key)[:2] == wanted for key in _registrations())
 
 
 def spec(name: str, /, **kwargs: Any) -> EnvSpec:
@@ -80,6 +89,12 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     if names_file(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():
+        if "urls" in kwargs and not is_installed(
+            name
+        ):  # a description of a named one, also where the name is not known
+            from .remote.client import RemoteEnvSpec
+
+            return RemoteEnvSpec(name, **kwargs)
         registration = find(name)
         return _build(registration.id, registration.entry_point, registration.kwargs | kwargs)
     return _build(name, name, kwargs)
@@ -138,6 +153,9 @@ def find(id: str) -> Registration:
     namespace, name, version = parse_env_id(id)
     keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
+        known = _remote()
+        keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
+    if not keys:
         raise NameNotFound(f"there is no environment {id!r}.{_nearest(namespace, name)}{_not_installed()}")
     newest = max(keys, key=lambda key: parse_env_id(key)[2] or 0)
     if version is None:
@@ -152,7 +170,7 @@ def find(id: str) -> Registration:
 
 def _nearest(namespace: str | None, name: str) -> str:
     """As Gymnasium suggests: the nearest name of the same namespace, and failing that of all."""
-    ids = {parse_env_id(key)[:2] for key in _registrations()}
+    ids = {parse_env_id(key)[:2] for key in list_ids()}
     near = get_close_matches(name, [other for space, other in ids if space == namespace], n=1, cutoff=0.5)
     if near:
         return f" Did you mean {env_id(namespace, near[0], None)!r}?"
@@ -183,6 +201,18 @@ def _registrations() -> dict[str, Registration]:
     offered = _offered("envgym.envs").items()
     # Somebody's malformed id cannot be asked for, and should not stand in the way of the others.
     return {id: Registration(id, target) for id, target in offered if _ID.fullmatch(id)} | _registered
+
+
+def _remote() -> dict[str, Registration]:
+    """The remote environments that were given a name. Raises `ConfigError` for a file of names that is not one."""
+    from .remote.registered import registered
+
+    target = "envgym.remote.client:RemoteEnvSpec"
+    return {
+        name: Registration(name, target, entry.settings())
+        for name, entry in registered().items()
+        if _ID.fullmatch(name)
+    }
 
 
 @functools.cache  # reading them takes milliseconds, and what is installed stays

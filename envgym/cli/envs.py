@@ -14,6 +14,8 @@ ACTIONS = {
     "check": ("check", "examine one; exit status 1 where a check fails"),
     "try": ("try_out", "play an episode yourself"),
     "new": ("new", "write a working file to start from"),
+    "add": ("add", "give one that is served elsewhere a name"),
+    "remove": ("add", "forget such a name"),
 }
 
 _LISTED = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if list(arguments) in (["--help"], ["-h"]):
         parser = Parser(
             "envs",
-            "list | show E | check E | try E | new NAME [key=value …]",
+            "list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]",
             f"Environments.\n\n{_LISTED}\n\nenvgym envs ACTION --help says more.",
             "envgym envs list\n  envgym envs show math_verify\n  envgym envs check my_env.py",
         )

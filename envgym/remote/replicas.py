@@ -120,7 +120,7 @@ class Replicas:
         asked = [asyncio.create_task(replica.describe()) for replica in self._replicas]
         await asyncio.wait(asked, timeout=seconds)
         found: list[EnvDescription] = []
-        failure: RemoteError | None = None
+        failures: dict[Replica, RemoteError] = {}
         for replica, task in zip(self._replicas, asked, strict=True):
             try:
                 if not task.done():
@@ -132,10 +132,11 @@ class Replicas:
             except RemoteError as error:
                 if not error.retryable:
                     raise
-                failure = error
-                replica.is_down()
-        if failure is not None and not found:
-            raise failure
+                failures[replica] = error
+        if not found:
+            raise next(iter(failures.values()))
+        for replica in failures:
+            replica.is_down()
         return found[0]
 
     @property
@@ -143,6 +144,11 @@ class Replicas:
         """Sessions that the servers take at once, all together, as far as they said; None: not known."""
         rooms = [replica.stated_room for replica in self._replicas if replica.stated_room is not None]
         return sum(rooms) if rooms else None
+
+    @property
+    def down(self) -> list[Replica]:
+        """Those that could not be reached."""
+        return [replica for replica in self._replicas if replica.down]
 
     def others(self, replica: Replica) -> bool:
         """Whether there is another server to turn to."""

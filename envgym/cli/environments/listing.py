@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def list_main(arguments: Sequence[str], invocation: Invocation) -> int:
-    parser = Parser("envs list", "", "List the environments that are installed.", "envgym envs list")
+    parser = Parser(
+        "envs list",
+        "",
+        "List the environments that are installed, and the remote ones that were given a name.",
+        "envgym envs list",
+    )
     parser.parse_with_words(arguments)
 
     from envgym import registry
@@ -55,7 +60,10 @@ def _about_id(id: str) -> str:
     from envgym.env import Env, EnvSpec
     from envgym.loading import load_class
 
-    target = registry.find(id).entry_point
+    found = registry.find(id)
+    if urls := found.kwargs.get("urls"):
+        return f"remote: {', '.join(urls)}"
+    target = found.entry_point
     return _about(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
 
 

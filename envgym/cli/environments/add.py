@@ -1,0 +1,105 @@
+"""`envgym envs add` and `envgym envs remove`: names for environments that are served elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envgym.cli.failures import Invocation
+from envgym.cli.parser import Parser
+from envgym.errors import ConfigError, NameNotFound, did_you_mean
+
+if TYPE_CHECKING:
+    from envgym.remote.client import RemoteEnvSpec
+    from envgym.remote.registered import Scope
+
+
+def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "envs add",
+        "NAME URL [URL …] [--token-file F] [--ca-file F] [--user|--project]",
+        "Give an environment that is served elsewhere a name, which then stands wherever an environment does. Several "
+        "URLs are servers of the same environment.",
+        "envgym envs add chess https://10.0.0.5:8000/chess --token-file chess.token\n  envgym train --env chess",
+    )
+    parser.add_argument("name", metavar="NAME", help="what to call it")
+    parser.add_argument("urls", metavar="URL", nargs="+", help="where it is served: http://HOST:PORT/NAME")
+    parser.add_argument("--token-file", metavar="F", type=Path, help="file with the token the server asks for")
+    parser.add_argument("--ca-file", metavar="F", type=Path, help="certificates to trust, in place of the system's")
+    _add_scope(parser)
+    options, words = parser.parse_with_words(arguments)
+    if words:
+        raise ConfigError(f"settings are given where the environment is used or served: leave out {words[0]}")
+
+    from envgym import registry
+    from envgym.loading import names_file
+    from envgym.remote import registered
+    from envgym.remote.client import RemoteEnvSpec
+
+    if names_file(options.name) or ":" in options.name:
+        raise ConfigError(f"{options.name!r} reads as a file or an import path: names look like [namespace/]name[-v0]")
+    if registry.is_installed(options.name):
+        raise ConfigError(f"{options.name!r} is the name of an environment that is installed here: choose another one")
+    absolute = {name: path and path.expanduser().absolute() for name, path in _paths(options).items()}
+    entry = registered.Registered(urls=tuple(options.urls), **absolute)
+    said = asyncio.run(_reach(RemoteEnvSpec(options.name, **entry.settings())))
+    scope: Scope = "project" if options.project else "user"
+    known = options.name in registered.read(scope)
+    path = registered.add(scope, options.name, entry)
+    print(said)
+    print(f"{'replaced' if known else 'added'} {options.name} in {path}")
+    if scope == "user" and options.name in registered.read("project"):
+        print(f"note: here {registered.file_of('project')} has another {options.name}, which counts", file=sys.stderr)
+    return 0
+
+
+def remove_main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "envs remove",
+        "NAME [--user|--project]",
+        "Forget the name of an environment that is served elsewhere.",
+        "envgym envs remove chess",
+    )
+    parser.add_argument("name", metavar="NAME", help="what it is called")
+    _add_scope(parser)
+    options, words = parser.parse_with_words(arguments)
+    if words:
+        parser.error(f"removing takes no settings: leave out {words[0]}")
+
+    from envgym.remote import registered
+
+    asked: Scope | None = "user" if options.user else "project" if options.project else None
+    scope = asked or registered.scope_of(options.name)
+    if scope is None or options.name not in registered.read(scope):
+        known = registered.registered() if asked is None else registered.read(asked)
+        there_is = did_you_mean(options.name, known) or (f" There is {', '.join(sorted(known))}." if known else "")
+        raise NameNotFound(f"no remote environment is called {options.name!r}.{there_is}")
+    print(f"removed {options.name} from {registered.remove(scope, options.name)}")
+    return 0
+
+
+def _add_scope(parser: Parser) -> None:
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument("--user", action="store_true", help="in this user's configuration, whatever the folder")
+    scope.add_argument("--project", action="store_true", help="in envgym.yaml, for who works in this folder")
+
+
+def _paths(options: object) -> dict[str, Path | None]:
+    return {name: getattr(options, name) for name in ("token_file", "ca_file")}
+
+
+async def _reach(spec: RemoteEnvSpec) -> str:
+    """What its servers say of the environment. Raises `EnvgymError` where none answers."""
+    async with spec:
+        found = spec.description
+        sizes = [
+            f"{'no end of' if split.size is None else split.size} {name} tasks"
+            for name, split in found.splits.items()
+            if split.error is None
+        ]
+        down = [str(replica.address) for replica in spec.replicas.down]
+        lost = "".join(f"\n{address} does not answer, and is used once it does" for address in down)
+        return f"{found.id}: {', '.join(sizes)}, played by {found.agent}{lost}"
