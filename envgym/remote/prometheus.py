@@ -81,7 +81,7 @@ class ServerMetrics:
         self.rejected = Counter("envgym_rejected_total", "Requests refused, by the kind of problem.", "reason")
         self.reset_seconds = Histogram("envgym_reset_seconds", "Seconds an environment took for a reset.", "env")
         self.step_seconds = Histogram("envgym_step_seconds", "Seconds an environment took for a step.", "env")
-        self.group_seconds = Histogram("envgym_group_seconds", "Seconds an environment took to judge a group.", "env")
+        self.group_seconds = Histogram("envgym_group_seconds", "Seconds an environment took to score a group.", "env")
 
     def text(self) -> str:
         """All of them, as Prometheus reads them."""

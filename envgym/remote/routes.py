@@ -53,7 +53,7 @@ ROUTES = (
         problems=(404, 422, 504),
     ),
     Route(
-        "POST", "/v1/envs/{env}/score_group", "score_group", "Judge finished episodes of one task together", Verdicts,
+        "POST", "/v1/envs/{env}/score_group", "score_group", "Score finished episodes of one task together", Verdicts,
         Group, problems=(404, 504),
     ),
     Route(

@@ -160,6 +160,7 @@ class Sessions:
         self._by_client: Counter[str] = Counter()
         self.draining = False
         self._closed_one = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -230,6 +231,13 @@ class Sessions:
         session = self._sessions.pop((client, session_id), None)
         if session is None:
             return
+        # In a task of its own: an environment is closed to the end, whoever stops waiting for it.
+        closing = asyncio.create_task(self._end(session, client, by))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
+
+    async def _end(self, session: Session, client: str, by: str) -> None:
         try:
             await session.close()
         finally:
@@ -245,7 +253,9 @@ class Sessions:
             await self._closed_one.wait()
 
     async def close_all(self) -> None:
+        """Close every session, and wait for those that are being closed."""
         await asyncio.gather(*(self.close(*key, by="end") for key in list(self._sessions)))
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def close_expired(self) -> None:
         """Close the sessions whose leases have run out."""

@@ -2,7 +2,7 @@
 
 python game.py CLASS [key=value …]    prints the URL, then a line for each environment closed
 
-A key `limit.NAME` is a limit of the server, `tokens` its file of tokens.
+A key `limit.NAME` is a limit of the server, `tokens` its file of tokens, `port` its port (any).
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Guess(Env):
         return [Message.of("user", said)], float(right), right, self.turns >= 4, info
 
     async def close(self) -> None:
+        await asyncio.sleep(self.spec.config.close_seconds)
         print("closed", flush=True)
 
 
@@ -72,6 +73,7 @@ class GuessSpec(EnvSpec):
     class Config(EnvConfig):
         n: int = 250
         meeting: int = 100
+        close_seconds: float = 0.0
 
     config: Config
 
@@ -120,11 +122,11 @@ async def main() -> None:
 
     settings = dict(word.split("=", 1) for word in sys.argv[2:])
     limits = {key.removeprefix("limit."): float(settings.pop(key)) for key in list(settings) if key[:6] == "limit."}
-    tokens = settings.pop("tokens", None)
+    tokens, port = settings.pop("tokens", None), int(settings.pop("port", "0"))
     await serve(
         {"game": make_spec(f"{__file__}:{sys.argv[1]}", **settings)},
         "127.0.0.1",
-        0,
+        port,
         on_ready=lambda url: print(url, flush=True),
         limits=Limits(**{"drain_seconds": 0.5, **limits}),
         token_file=None if tokens is None else Path(tokens),

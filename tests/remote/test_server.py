@@ -359,3 +359,20 @@ def test_a_server_that_is_asked_to_stop_finishes_its_sessions_and_takes_no_new_o
     assert time.monotonic() - began < 10  # as soon as the last session was closed
     assert server.rest() == ["closed", "torn down"]
     assert "sessions still open: 1" in server.log()
+
+
+def test_an_environment_that_is_being_closed_when_the_server_ends_is_closed_to_the_end(start):
+    server = start("GuessSpec", "close_seconds=1.5", "limit.lease_seconds=0.2", "limit.drain_seconds=0")
+
+    async def main() -> None:
+        await ask(server.url, "POST", "/v1/sessions", {"session_id": "a", "seed": 1})
+        async with asyncio.timeout(10):
+            for _ in range(500):  # until its lease has run out
+                if "not heard of" in server.log():
+                    break
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+    server.process.terminate()
+    assert server.rest() == ["closed", "torn down"]
+    assert server.process.wait(20) == 0
