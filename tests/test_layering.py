@@ -135,8 +135,9 @@ def test_nothing_heavy_is_imported_at_module_level_outside_workers(folder):
 # -- names ------------------------------------------------------------------------------------------------
 
 
-ORDINARY_WORDS = {"chat", "code", "gymnasium"}
-"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium."""
+ORDINARY_WORDS = {"chat", "code", "gymnasium", "nemo_gym"}
+"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium, the servers
+that speak NeMo-Gym's protocol."""
 
 
 def known_names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +44,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
     parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
+    parser.add_argument(
+        "--nemo-gym", metavar="DIR", type=Path, help="serve as NeMo-Gym's servers do; its config and rows go to DIR"
+    )
+    parser.add_argument("--model-server", metavar="URL", help="with --nemo-gym: its model server, for /run")
+    parser.add_argument("--rows", metavar="N", type=int, default=1000, help="with --nemo-gym: rows of a split (1000)")
     options, words = parser.parse_with_words(arguments)
     specs = make_specs(*split_words([*options.envs, *words]))
 
@@ -54,6 +60,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         lease_seconds=at_least(0.1, "--lease-seconds", options.lease_seconds),
         drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds),
     )
+
+    if options.nemo_gym is not None:
+        return serve_nemo_gym(specs, options)
+    if options.model_server is not None:
+        raise ConfigError("--model-server goes with --nemo-gym DIR")
 
     def on_ready(url: str) -> None:
         for name, spec in specs.items():
@@ -69,6 +80,30 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             token_file=options.token_file,
             tls_cert=options.tls_cert,
             tls_key=options.tls_key,
+        )
+    )
+    return 0
+
+
+def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
+    from envgym.remote.nemo_gym.server import serve
+
+    if options.token_file or options.tls_cert or options.tls_key:
+        raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
+
+    def on_ready(name: str, url: str) -> None:
+        print(f"serving {specs[name].id} as {name} and {name}_agent at {url} (Ctrl-C ends it)", flush=True)
+
+    asyncio.run(
+        serve(
+            specs,
+            options.host,
+            options.port,
+            options.nemo_gym,
+            on_ready=on_ready,
+            model_server=options.model_server,
+            rows_of_a_split=at_least(1, "--rows", options.rows),
+            max_sessions=at_least(1, "--max-sessions", options.max_sessions),
         )
     )
     return 0

@@ -1,8 +1,9 @@
 """Run servers of the real NeMo-Gym, as its own launcher would, but in one process: each one of a config that has an
-`entrypoint`, and its head server. For a Python that has the package: real_servers.py CONFIG.yaml"""
+`entrypoint` and is the package's own, and its head server. For a Python that has the package:
+real_servers.py CONFIG.yaml"""
 
 import asyncio
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -33,7 +34,7 @@ async def main():
     for name, kinds in config.items():
         for kind in ("resources_servers", "responses_api_agents", "responses_api_models"):
             for implementation, settings in (kinds.get(kind, {}) if hasattr(kinds, "get") else {}).items():
-                if "entrypoint" in settings:
+                if "entrypoint" in settings and importlib.util.find_spec(f"{kind}.{implementation}"):
                     os.environ["NEMO_GYM_CONFIG_PATH"] = name
                     found = server_class(kind, implementation)
                     client = ServerClient(head_server_config=head, global_config_dict=config)

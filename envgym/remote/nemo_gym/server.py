@@ -1,0 +1,233 @@
+"""`envgym serve --nemo-gym`: environments as NeMo-Gym's servers, each at a port of its own, the first also the head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from aiohttp import web
+
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, EnvgymError
+from envgym.remote.server import check_servable, listen, stop_signals
+from envgym.remote.wire import MAX_BODY
+from envgym.services import start_services
+
+from .agent import AgentServer
+from .resources import Resources
+from .rows import SPLITS, UnknownRow, rows, write_rows
+from .sessions import COOKIE, Sessions
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(
+    specs: Mapping[str, EnvSpec],
+    host: str,
+    port: int,
+    folder: Path,
+    *,
+    on_ready: Callable[[str, str], None],
+    model_server: str | None = None,
+    rows_of_a_split: int = 1000,
+    max_sessions: int = 10_000,
+) -> None:
+    """Serve environments as NeMo-Gym would, until SIGINT or SIGTERM: the first at `port`, the others at the ports after
+    it (at free ones where it is 0). Each is a resources server and an agent server; the first is the head server too.
+
+    `folder` gets what NeMo-Gym reads: `config.yaml`, and the rows of each environment as `NAME_train.jsonl` and
+    `NAME_validation.jsonl`. `on_ready` gets each environment's name and URL once all answer.
+
+    NeMo-Gym's protocol has no tokens, so only loopback addresses are taken. Raises `ConfigError`.
+    """
+    for spec in specs.values():
+        check_servable(spec)
+        check_verifiable(spec)
+    model = None if model_server is None else model_address(model_server)
+    stopping = asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        listeners = {
+            name: stack.enter_context(listen(host, port + number if port else 0)) for number, name in enumerate(specs)
+        }
+        addresses = {name: listener.getsockname()[:2] for name, listener in listeners.items()}
+        stack.enter_context(stop_signals(stopping))
+        for spec in specs.values():
+            await stack.enter_async_context(start_services(spec))
+        folder.mkdir(parents=True, exist_ok=True)
+        files: dict[str, list[tuple[str, Path]]] = {name: [] for name in specs}
+        for name, spec in specs.items():
+            for split, word in SPLITS.items():
+                path = folder.absolute() / f"{name}_{word}.jsonl"
+                with contextlib.suppress(NoSuchSplit):
+                    if await write_rows(path, _readable(rows(spec, name, f"{name}_agent", split, rows_of_a_split))):
+                        files[name].append((word, path))
+        config = config_of(addresses, files, model)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        for number, (name, spec) in enumerate(specs.items()):
+            sessions = Sessions(max_sessions)
+            await stack.enter_async_context(sessions.kept())
+            app = application(name, spec, sessions, model_server, max_sessions, config if number == 0 else None)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.SockSite(runner, listeners[name]).start()
+        for name, (bound, bound_port) in addresses.items():
+            on_ready(name, f"http://{bound}:{bound_port}")
+        await stopping.wait()
+
+
+class NoSuchSplit(Exception):
+    """A split that an environment does not have."""
+
+
+async def _readable(found: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[Mapping[str, Any]]:
+    """The rows, or `NoSuchSplit` where not even the first can be read because there is no such split."""
+    first = True
+    try:
+        async for row in found:
+            first = False
+            yield row
+    except ConfigError:
+        if not first:
+            raise
+        raise NoSuchSplit from None
+
+
+def check_verifiable(spec: EnvSpec) -> None:
+    """Raise `ConfigError` for an environment that judges finished groups: NeMo-Gym verifies rollouts one by one."""
+    if any(type(part).score_group is not EnvSpec.score_group for part in spec.parts()):
+        raise ConfigError(f"environment {spec.id} judges groups of episodes, and NeMo-Gym verifies each by itself")
+
+
+def model_address(url: str) -> tuple[str, int]:
+    """Host and port of their model server. Raises `ConfigError`."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
+        raise ConfigError(f"--model-server is http://HOST:PORT, without /v1, not {url!r}")
+    return parts.hostname, port
+
+
+def config_of(
+    addresses: Mapping[str, tuple[str, int]],
+    files: Mapping[str, list[tuple[str, Path]]],
+    model: tuple[str, int] | None,
+) -> dict[str, Any]:
+    """NeMo-Gym's config of these servers: for each environment NAME a resources server of that name, and our agent
+    server NAME_agent."""
+    head, head_port = next(iter(addresses.values()))
+    config: dict[str, Any] = {"head_server": {"host": head, "port": head_port}}
+    for name, (host, port) in addresses.items():
+        own = {"entrypoint": "app.py", "host": host, "port": port}
+        datasets = [
+            {"name": word, "type": word, "jsonl_fpath": str(path), "license": "TBD"} for word, path in files[name]
+        ]
+        references: dict[str, Any] = {"resources_server": {"type": "resources_servers", "name": name}}
+        if model is not None:
+            references["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
+        config[name] = {"resources_servers": {"envgym": {**own, "domain": "other"}}}
+        config[f"{name}_agent"] = {"responses_api_agents": {"envgym": {**own, **references, "datasets": datasets}}}
+    if model is not None:
+        address = {"entrypoint": "app.py", "host": model[0], "port": model[1]}
+        config["policy_model"] = {"responses_api_models": {"policy": address}}
+    return config
+
+
+def application(
+    name: str,
+    spec: EnvSpec,
+    sessions: Sessions,
+    model_server: str | None,
+    most: int,
+    config: Mapping[str, Any] | None,
+) -> web.Application:
+    """One environment's routes; with a `config` those of the head server as well."""
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[_with_cookie(sessions), _plain_errors])
+    began = time.time()
+
+    async def alive(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app.router.add_get("/", alive)
+    if config is not None:
+
+        async def global_config(_: web.Request) -> web.Response:
+            return web.json_response(yaml.safe_dump(config, sort_keys=False))  # YAML within a JSON string
+
+        async def instances(_: web.Request) -> web.Response:
+            return web.json_response(list(_instances(config, began)))
+
+        app.router.add_get("/global_config_dict_yaml", global_config)
+        app.router.add_get("/server_instances", instances)
+    AgentServer(name, spec, model_server, most).add_to(app)
+    Resources(name, spec, sessions).add_to(app)
+    return app
+
+
+def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
+    """The servers that run here, in the words of their status command."""
+    return [
+        {
+            "process_name": name,
+            "name": implementation,
+            "server_type": kind,
+            "host": settings["host"],
+            "port": settings["port"],
+            "url": f"http://{settings['host']}:{settings['port']}",
+            "entrypoint": settings["entrypoint"],
+            "pid": os.getpid(),
+            "start_time": began,
+        }
+        for name, kinds in config.items()
+        if name not in ("head_server", "policy_model")
+        for kind, found in kinds.items()
+        for implementation, settings in found.items()
+    ]
+
+
+def _with_cookie(sessions: Sessions) -> Any:
+    @web.middleware
+    async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Name the session in every response, for agents that remember only the latest one's cookies."""
+        request["session"] = request.cookies.get(COOKIE) or sessions.new_id()
+        answer = await handler(request)
+        answer.set_cookie(COOKIE, request["session"], path="/", httponly=True, samesite="Lax")
+        return answer
+
+    return with_cookie
+
+
+@web.middleware
+async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors as a status and one line. What an environment raises is a 500: their agents then fail the rollout."""
+    if "Origin" in request.headers:
+        return web.Response(status=403, text="web pages may not use this server")
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return web.Response(status=error.status, text=error.text, headers=_retry_after(error))
+    except EnvgymError as error:
+        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=_status(error))
+    except Exception as error:  # an environment may raise anything at all
+        logger.error("%s failed", request.path, exc_info=error)
+        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=500)
+
+
+def _status(error: EnvgymError) -> int:
+    return 422 if isinstance(error, UnknownRow) else 500
+
+
+def _retry_after(error: web.HTTPException) -> dict[str, str]:
+    return {name: value for name, value in error.headers.items() if name in ("Retry-After", "Allow")}

@@ -1,0 +1,109 @@
+"""The real NeMo-Gym, its servers in a process of its own."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+
+
+class RealGym:
+    """Runs servers and the rollout collector of the package that `nemo_gym_package` installs."""
+
+    def __init__(self, package):
+        self.python, self.environment = package
+
+    @contextlib.contextmanager
+    def running(self, folder, config, ports):
+        """Run the servers of `config` until they answer at all of `ports`."""
+        path = folder / "their_config.yaml"
+        path.write_text(yaml.safe_dump({"dry_run": False, "ray_head_node_address": "none", **config}))
+        with process(
+            [self.python, HERE / "real_servers.py", path], folder / "their_servers.log", ports, self.environment
+        ):
+            yield
+
+    def collect(self, head, rows, out, repeats=1):
+        """Play the rows with the collector. Returns the rollouts, the failures and the metrics it has written."""
+        command = [self.python, HERE / "collect.py", str(head), rows, out, str(repeats)]
+        run = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        metrics = json.loads(out.with_name(f"{out.stem}_aggregate_metrics.json").read_text())
+        return lines(out), lines(out.with_name(f"{out.stem}_failures.jsonl")), metrics
+
+
+@contextlib.contextmanager
+def process(command, log, ports, environment=None):
+    """Run a program until it answers at all of `ports`, and end it."""
+    with log.open("wb") as out:
+        running = subprocess.Popen(command, env=environment or os.environ, cwd=log.parent, stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 90
+        for port in ports:
+            while True:
+                assert running.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.2)
+        yield running
+    finally:
+        running.kill()
+        running.wait()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def nemo_gym(nemo_gym_package):
+    return RealGym(nemo_gym_package)
+
+
+@pytest.fixture(scope="session")
+def server_process():
+    return process
+
+
+@pytest.fixture(scope="session")
+def free_ports():
+    def free_ports(count):
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+            for free in sockets:
+                free.bind(("127.0.0.1", 0))
+            return [free.getsockname()[1] for free in sockets]
+
+    return free_ports
+
+
+@pytest.fixture(scope="session")
+def server_entry():
+    """A server's entry in a config of theirs; one that is to be run has an `entrypoint`."""
+
+    def entry(kind, implementation, port, **settings):
+        return {kind: {implementation: {"host": "127.0.0.1", "port": port, "num_workers": 1, **settings}}}
+
+    return entry
+
+
+@pytest.fixture(scope="session")
+def agent_entry(server_entry):
+    """The entry of an agent server of theirs that is to be run, on a resources server and on a model server."""
+
+    def entry(implementation, port, resources, model="policy_model", **settings):
+        references = {
+            "resources_server": {"type": "resources_servers", "name": resources},
+            "model_server": {"type": "responses_api_models", "name": model},
+        }
+        return server_entry("responses_api_agents", implementation, port, entrypoint="app.py", **references, **settings)
+
+    return entry

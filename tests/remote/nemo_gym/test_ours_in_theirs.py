@@ -1,0 +1,285 @@
+"""The real NeMo-Gym plays our environments: its rollout collector and its agents, on `envgym serve --nemo-gym`."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+
+from envgym.responses import messages_of, output_items, response, usage, with_tokens
+from envgym.types import Message, ToolCall
+
+GAMES = Path(__file__).with_name("game.py")
+ENVGYM = Path(sys.executable).with_name("envgym")
+
+
+def policy(messages):
+    """What a policy says: it takes the stones two at a time and one by one, or it halves what is left to guess."""
+    said = messages[-1].text
+    if "stones" in messages[1 if len(messages) > 1 else 0].text:
+        left = [int(message.text.split()[0]) for message in messages if message.role == "tool"]
+        if left and left[-1] == 0:
+            return Message.of("assistant", "none")
+        if not left:
+            return Message("assistant", Message.of("assistant", "I take two.").content, calls(1, 1))
+        return Message("assistant", (), calls(left[-1]))
+    low, high = 0, 7
+    for guess, hint in zip(messages[1::2], messages[2::2], strict=True):
+        middle = int(guess.text.split()[-1])
+        low, high = (middle + 1, high) if hint.text == "higher" else (low, middle - 1)
+    return Message.of("assistant", "raise" if said == "hello" else f"I say {(low + high) // 2}")
+
+
+def calls(*counts):
+    return tuple(ToolCall(f"c{number}", "take", {"count": count}) for number, count in enumerate(counts))
+
+
+@pytest.fixture(scope="module")
+def model_server(free_ports):
+    """A model server with a scripted policy, for one that samples. Each call's tokens go on from the last call's."""
+    [port] = free_ports(1)
+
+    async def answer(request):
+        body = await request.json()
+        before = [item for item in body["input"] if "prompt_token_ids" in item]
+        known = before[-1]["prompt_token_ids"] + before[-1]["generation_token_ids"] if before else [1]
+        items = with_tokens(output_items(policy(messages_of(body["input"]))), [*known, 7], [8, 9], [-0.5, -0.25])
+        return web.json_response(response(items, tools=body.get("tools") or (), usage=usage(10, 2)))
+
+    async def main():
+        app = web.Application(client_max_size=2**24)
+        app.router.add_post("/v1/responses", answer)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        started.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    stop = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert started.wait(20)
+    yield port
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(model_server, free_ports, server_process, tmp_path_factory):
+    """Three environments, served as NeMo-Gym's. Gives the folder and the first port."""
+    folder = tmp_path_factory.mktemp("served")
+    port = next(p for p in free_ports(20) if p < 65000)
+    games = [f"{name.lower()}={GAMES}:{name}" for name in ("Stones", "Guess", "Broken")]
+    command = [ENVGYM, "serve", *games, "--port", str(port), "--nemo-gym", folder / "gym", "--rows", "6"]
+    command += ["--model-server", f"http://127.0.0.1:{model_server}"]
+    with server_process(command, folder / "ours.log", [port, port + 1, port + 2]):
+        yield folder / "gym", port
+
+
+@pytest.fixture(scope="module")
+def their_agents(nemo_gym, served, free_ports, agent_entry, tmp_path_factory):
+    """Their agents on our resources servers, and their head server, whose port this gives."""
+    folder, _ = served
+    head, simple, gym = ports = free_ports(3)
+    config = yaml.safe_load((folder / "config.yaml").read_text()) | {
+        "run_head_server": True,
+        "head_server": {"host": "127.0.0.1", "port": head},
+        "their_simple": agent_entry("simple_agent", simple, "stones"),
+        "their_gymnasium": agent_entry("gymnasium_agent", gym, "guess"),
+        "their_gymnasium_tools": agent_entry("gymnasium_agent", gym, "stones"),
+    }
+    config["their_gymnasium_tools"]["responses_api_agents"]["gymnasium_agent"]["port"], *_ = [*free_ports(1)]
+    with nemo_gym.running(tmp_path_factory.mktemp("theirs"), config, ports):
+        yield head
+
+
+def rows_for(agent, path, out):
+    rows = [json.loads(line) | {"agent_ref": {"name": agent}} for line in path.read_text().splitlines()]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+def contiguous(output):
+    """Whether the tokens of an output's calls are one growing sequence, as NeMo-RL demands. Returns how many calls."""
+    known, count = [], 0
+    for item in output:
+        if "generation_token_ids" in item:
+            assert item["prompt_token_ids"][: len(known)] == known
+            known = item["prompt_token_ids"] + item["generation_token_ids"]
+            count += 1
+    return count
+
+
+def test_their_collector_drives_our_agent_server(nemo_gym, served, tmp_path):
+    folder, port = served
+    rollouts, failures, metrics = nemo_gym.collect(port, folder / "stones_train.jsonl", tmp_path / "out.jsonl", 2)
+    assert (len(rollouts), failures) == (12, [])
+    for rollout in rollouts:
+        stones = 2 + rollout["envgym"]["seed"] % 2
+        assert rollout["reward"] == 1 + 0.25 * stones
+        assert (rollout["score"], rollout["calls"], rollout["terminated"]) == (1.0, float(stones), True)
+        assert contiguous(rollout["response"]["output"]) == stones  # two stones at once, the third, and the end
+    [agent] = metrics
+    mean = sum(rollout["reward"] for rollout in rollouts) / 12
+    assert agent["agent_ref"] == {"name": "stones_agent"}
+    assert agent["key_metrics"]["mean/reward"] == pytest.approx(mean)
+    assert agent["agent_metrics"]["max/output_tokens"] == 2 * max(rollout["calls"] for rollout in rollouts)
+    assert [group["num_rollouts"] for group in agent["group_level_metrics"]] == [2] * 6
+
+
+def test_their_collector_keeps_failures_apart_from_rewards(nemo_gym, served, tmp_path):
+    folder, port = served
+    rollouts, failures, metrics = nemo_gym.collect(port, folder / "broken_train.jsonl", tmp_path / "out.jsonl")
+    assert (rollouts, len(failures)) == ([], 6)
+    for failure in failures:
+        assert (failure["_ng_failure_class"], failure["failure_kind"]) == ("transient", "judge")
+        assert "reward" not in failure
+    assert metrics[0]["agent_metrics"] == {}
+
+
+def test_their_simple_agent_calls_our_tools(nemo_gym, served, their_agents, tmp_path):
+    """Through /seed_session, the tools and /verify, each told the session by the cookie of the response before it."""
+    folder, _ = served
+    rows = rows_for("their_simple", folder / "stones_validation.jsonl", tmp_path / "rows.jsonl")
+    rollouts, _, metrics = nemo_gym.collect(their_agents, rows, tmp_path / "out.jsonl", 4)
+    assert len(rollouts) == 24
+    for rollout in rollouts:
+        stones = 2 + rollout["envgym"]["seed"] % 2
+        assert (rollout["reward"], rollout["score"], rollout["calls"]) == (1 + 0.25 * stones, 1.0, float(stones))
+        assert contiguous(rollout["response"]["output"]) == stones
+    assert metrics[0]["agent_metrics"]["mean/score"] == 1.0
+
+
+@pytest.mark.parametrize("agent", ["their_gymnasium", "their_gymnasium_tools"])
+def test_their_gymnasium_agent_steps_our_environment(nemo_gym, served, their_agents, tmp_path, agent):
+    folder, _ = served
+    name = "stones" if agent.endswith("tools") else "guess"
+    rows = rows_for(agent, folder / f"{name}_train.jsonl", tmp_path / "rows.jsonl")
+    seeds = [json.loads(line)["envgym"]["seed"] for line in rows.read_text().splitlines()]
+    rollouts, _, _ = nemo_gym.collect(their_agents, rows, tmp_path / "out.jsonl", 2)
+    assert len(rollouts) == 12
+    for rollout in rollouts:
+        seed = seeds[rollout["_ng_task_index"]]
+        stones = 2 + seed % 2
+        assert rollout["reward"] == (1 + 0.25 * stones if name == "stones" else 1.0)
+        assert rollout["terminated"] is True
+        [last] = rollout["response"]["output"][-1]["content"]
+        assert last["text"] == ("none" if name == "stones" else f"I say {seed % 8}")
+
+
+def test_the_head_tells_of_the_servers(served):
+    folder, port = served
+    _, text, _ = ask(port, "/global_config_dict_yaml")
+    assert yaml.safe_load(json.loads(text)) == yaml.safe_load((folder / "config.yaml").read_text())
+    _, text, _ = ask(port, "/server_instances")
+    assert [one["process_name"] for one in json.loads(text)] == [
+        "stones", "stones_agent", "guess", "guess_agent", "broken", "broken_agent",
+    ]  # fmt: skip
+    assert {one["url"] for one in json.loads(text)} == {f"http://127.0.0.1:{port + n}" for n in range(3)}
+    assert ask(port + 1, "/")[:2] == (200, '{"status": "ok"}')
+
+
+def ask(port, path, body=None, cookie=None, **headers):
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    if cookie:
+        request.add_header("Cookie", cookie)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode(), answer.headers.get("Set-Cookie", "").partition(";")[0]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers.get("Set-Cookie", "").partition(";")[0]
+
+
+def first_row(folder, name):
+    return json.loads((folder / f"{name}_train.jsonl").read_text().splitlines()[0])
+
+
+def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
+    folder, port = served
+    row = first_row(folder, "stones")
+    stones = int(row["responses_create_params"]["input"][1]["content"].split()[0])
+    _, _, one = ask(port, "/seed_session", row)
+    _, _, other = ask(port, "/seed_session", row)
+    assert one != other
+    assert ask(port, "/take", {"count": 1}, one) == (200, f"{stones - 1} left", one)
+    assert ask(port, "/take", {"count": 1}, one) == (200, f"{stones - 2} left", one)
+    assert ask(port, "/take", {"count": 1}, other) == (200, f"{stones - 1} left", other)
+    assert ask(port, "/juggle", {}, other) == (200, "there is no tool juggle", other)
+    verdict = {**row, "response": response(output_items(Message.of("assistant", "well")))}
+    status, text, again = ask(port, "/verify", verdict, other)
+    assert (status, json.loads(text)["reward"], again) == (200, 0.5, other)
+    status, text, again = ask(port, "/verify", verdict, other)
+    assert (status, again) == (409, other)
+    assert "no session" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "change", "status", "says"),
+    [
+        ("stones", "/seed_session", lambda row: row | {"envgym": None}, 422, "does not name a task"),
+        ("stones", "/seed_session", lambda row: row | {"envgym": row["envgym"] | {"env": "x"}}, 422, "is 'stones'"),
+        ("stones", "/run", lambda row: row | {"responses_create_params": {"input": "9 stones"}}, 422, "anew"),
+        ("stones", "/reset", lambda row: row | {"responses_create_params": {"input": "3 apples"}}, 422, "anew"),
+        ("stones", "/seed_session", lambda row: b"[]", 400, "a JSON object"),
+        ("stones", "/take", lambda row: {"count": 1}, 409, "no session"),
+        ("stones", "/aggregate_metrics", lambda row: {"verify_responses": 1}, 422, "a list of objects"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(served, name, path, change, status, says):
+    folder, port = served
+    answer = ask(port, path, change(first_row(folder, name)))
+    assert answer[0] == status
+    assert says in answer[1]
+    assert answer[2].startswith("envgym_session=")
+
+
+def test_what_cannot_be_judged_is_no_reward_of_zero(served):
+    folder, port = served
+    row = first_row(folder, "broken")
+    for words, says in (("raise", "the judge is out"), ("fine", "there is no reward")):
+        _, _, cookie = ask(port + 2, "/seed_session", row)
+        status, text, _ = ask(
+            port + 2, "/verify", {**row, "response": response(output_items(Message.of("assistant", words)))}, cookie
+        )
+        assert status == 500
+        assert says in text
+
+
+def test_a_web_page_is_refused(served):
+    _, port = served
+    assert ask(port, "/seed_session", {}, Origin="http://example.com")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([f"{GAMES}:Judged", "--nemo-gym", "gym"], "judges groups"),
+        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--host", "0.0.0.0"], "refusing to serve on 0.0.0.0"),
+        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),
+        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--model-server", "http://x:1/v1"], "without /v1"),
+        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--rows", "0"], "--rows is at least 1"),
+        ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "goes with --nemo-gym"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_a_line(tmp_path, options, says):
+    run = subprocess.run(
+        [ENVGYM, "serve", *options, "--port", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1

@@ -1,0 +1,264 @@
+"""Agent servers of the real NeMo-Gym play, and the policy behind them is ours."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from envgym import Env, EnvSpec
+from envgym.agents.nemo_gym import NeMoGym, NeMoGymConfig
+from envgym.config import RolloutConfig
+from envgym.engines.base import Generation, SamplingParams
+from envgym.errors import InvalidOutcome
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout import Play, Runner
+from envgym.sampler import EpisodeSampler
+from envgym.types import StopReason, Task, VersionSpan
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = TEMPLATE
+    return make_renderer("chat", tokenizer)
+
+
+class Scripted:
+    """An engine that says what a function of the prompt tells."""
+
+    def __init__(self, renderer, say):
+        self.tokenizer, self.say = renderer.tokenizer, say
+
+    async def generate(self, request):
+        text = self.say(self.tokenizer.decode(list(request.token_ids)))
+        ids = (*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id)
+        cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
+        stop = StopReason.LENGTH if cut else StopReason.STOP
+        return Generation(ids, tuple(-0.5 - 0.001 * t for t in ids), stop, (VersionSpan(0, 0, len(ids)),))
+
+
+class Rows(Env):
+    """Gives rows, and is not stepped."""
+
+    async def reset(self, *, seed=None, options=None):
+        raise AssertionError
+
+    async def step(self, action):
+        raise AssertionError
+
+
+def play(renderer, engine, rows, *, size=1, context=4096, max_tokens=200, **settings):
+    runner = Runner(
+        EnvSpec("Rows-v0", Rows),
+        NeMoGym(renderer, NeMoGymConfig(**settings)),
+        engine,
+        RolloutConfig(retries=0, refills=0),
+        max_model_len=context,
+        seed=0,
+        deterministic=False,
+    )
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids)
+    tasks = [Task(f"row-{number}", fields=row) for number, row in enumerate(rows)]
+    groups = asyncio.run(runner.play(tasks, Play("p", sampling, size)))
+    return [episode for group in groups for episode in group.episodes]
+
+
+@pytest.fixture(scope="module")
+def servers(nemo_gym, free_ports, server_entry, agent_entry, tmp_path_factory):
+    """A head server, resources servers, agent servers and a model server of theirs; our policy where they look for it.
+    Gives the head server's URL."""
+    head, counter, simple, black, gym, proxy, proxied, policy = ports = free_ports(8)
+    run = {"entrypoint": "app.py"}
+    config = {
+        "run_head_server": True,
+        "head_server": {"host": "127.0.0.1", "port": head},
+        "counter": server_entry("resources_servers", "example_session_state_mgmt", counter, domain="agent", **run),
+        "counter_agent": agent_entry("simple_agent", simple, "counter"),
+        "blackjack": server_entry("resources_servers", "blackjack", black, domain="games", **run),
+        "blackjack_agent": agent_entry("gymnasium_agent", gym, "blackjack", max_steps=12),
+        "policy_model": server_entry("responses_api_models", "envgym", policy),
+        "proxied_agent": agent_entry("simple_agent", proxied, "counter", model="proxy"),
+        "proxy": server_entry(
+            "responses_api_models", "vllm_model", proxy, base_url=f"http://127.0.0.1:{policy}/v1", api_key="none",
+            model="policy", return_token_id_information=False, uses_reasoning_parser=False, **run,
+        ),
+    }  # fmt: skip
+    with nemo_gym.running(tmp_path_factory.mktemp("nemo_gym"), config, ports[:-1]):
+        yield f"http://127.0.0.1:{head}"
+
+
+def counting(start, *counts):
+    tools = [
+        {"type": "function", "name": name, "description": "", "strict": True, "parameters": parameters}
+        for name, parameters in {
+            "increment_counter": {
+                "type": "object",
+                "properties": {"count": {"type": "integer"}},
+                "required": ["count"],
+                "additionalProperties": False,
+            },
+            "get_counter_value": {"type": "object", "properties": {}, "additionalProperties": False},
+        }.items()
+    ]
+    question = f"add {' then add '.join(map(str, counts))} then get the count"
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": question}], "tools": tools},
+        "initial_count": start,
+        "expected_count": start + sum(counts),
+        "agent_ref": {"type": "responses_api_agents", "name": "counter_agent"},
+    }
+
+
+def counts(prompt):
+    """A policy that does as it is told: one call a turn, then both of what is left at once."""
+    question = prompt.partition("add ")[2].partition(" then get")[0]
+    wanted = [int(number) for number in question.split(" then add ")]
+    done = prompt.count('"success":true')
+    if done == 0:
+        return f"First {wanted[0]}." + call("increment_counter", count=wanted[0])
+    if done < len(wanted):
+        rest = "".join(call("increment_counter", count=number) for number in wanted[done:])
+        return rest
+    if '"count":' not in prompt.rpartition('"success":true')[2]:
+        return call("get_counter_value")
+    return "That is all."
+
+
+def test_their_simple_agent_plays_one_contiguous_chain_of_our_tokens(servers, renderer, recording, check_episode):
+    engine = recording(Scripted(renderer, counts))
+    rows = [counting(3, 1, 2), counting(6, 4, 5, 7)]
+    episodes = play(renderer, engine, rows, size=4, head=servers)
+    for episode in episodes:
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        [row] = episode.rows
+        assert [turn.reward for turn in row.turns] == [None, None, None, 1.0]
+        assert (episode.reward, episode.score, episode.metrics["calls"]) == (1.0, 1.0, 4.0)
+    assert len(episodes) == 8
+    assert len(engine.answers) == 8 * 4
+
+
+def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode):
+    """It asks in chat completions at its `base_url`, and hands the metadata on."""
+    engine = recording(Scripted(renderer, counts))
+    episodes = play(renderer, engine, [counting(3, 1, 2)], size=2, head=servers, server="proxied_agent")
+    for episode in episodes:
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        assert (len(episode.rows), episode.reward, episode.metrics["calls"]) == (1, 1.0, 4.0)
+
+
+def test_their_gymnasium_agent_plays_one_contiguous_chain(servers, renderer, recording, check_episode):
+    row = {
+        "responses_create_params": {"input": [{"role": "system", "content": "Blackjack."}]},
+        "agent_ref": {"name": "blackjack_agent"},
+    }
+    engine = recording(
+        Scripted(renderer, lambda prompt: f"<action>{'hit' if prompt.count('hit') < 2 else 'stand'}</action>")
+    )
+    episodes = play(renderer, engine, [row], size=8, head=servers)
+    for episode in episodes:
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        assert len(episode.rows) == 1
+        assert episode.reward in (-1.0, 0.0, 1.0, 1.5)
+        assert episode.metrics["terminated"] == 1.0
+
+
+def test_a_context_that_is_full_truncates_the_episode(servers, renderer):
+    def endless(prompt):
+        return call("increment_counter", count=1)
+
+    [episode] = play(renderer, Scripted(renderer, endless), [counting(0, 1)], context=400, head=servers)
+    assert (episode.outcome.status, episode.outcome.reason) == ("truncated", "context")
+    assert episode.reward == 0.0  # what their server verified
+    assert len(episode.rows[0].token_ids) <= 400
+
+
+def test_a_turn_that_is_cut_truncates_the_episode(servers, renderer):
+    [episode] = play(renderer, Scripted(renderer, lambda _: "long " * 50), [counting(0, 1)], max_tokens=8, head=servers)
+    assert (episode.outcome.status, episode.outcome.reason, episode.reward) == ("truncated", "length", 0.0)
+
+
+def test_a_first_prompt_that_does_not_fit_is_said_to_be_the_cause(servers, renderer):
+    [episode] = play(renderer, Scripted(renderer, counts), [counting(0, 1)], context=20, head=servers)
+    assert (episode.outcome.reason, episode.reward) == ("prompt_too_long", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "says"),
+    [
+        ({"no": "row"}, {}, "no 'responses_create_params'"),
+        (counting(0, 1) | {"agent_ref": None}, {}, "set agent.server"),
+        (counting(0, 1), {"server": "counter"}, "it has blackjack_agent, counter_agent, proxied_agent"),
+        (counting(0, 1) | {"initial_count": "none"}, {}, "/run answers with 500"),
+        (counting(0, 1), {"head": "http://127.0.0.1:9"}, "cannot be reached"),
+        (counting(0, 1), {"listen": "192.0.2.1:80"}, "the policy cannot be served at 192.0.2.1:80"),
+        (counting(0, 1), {"timeout": 0.5}, "longer than 0.5 s"),
+    ],
+)
+def test_what_goes_wrong_is_a_failed_episode(servers, renderer, row, settings, says):
+    class Slow(Scripted):
+        async def generate(self, request):
+            await asyncio.sleep(2 if "timeout" in settings else 0)
+            return await super().generate(request)
+
+    [episode] = play(renderer, Slow(renderer, counts), [row], **{"head": servers, **settings})
+    assert (episode.outcome.reason, episode.reward, episode.rows) == ("agent", None, [])
+    assert says in episode.outcome.message
+
+
+def test_calls_that_are_not_one_sequence_fail_the_episode(renderer, serving, free_ports):
+    """An agent server that rewrites what was said, which none of NeMo-Gym's that are run here does."""
+    [policy] = free_ports(1)
+    config = {
+        "an_agent": {"responses_api_agents": {"own": {"model_server": {"name": "policy_model"}}}},
+        "policy_model": {"responses_api_models": {"own": {"host": "127.0.0.1", "port": policy}}},
+    }
+
+    async def main():
+        async def server(request):
+            if request.path == "/global_config_dict_yaml":
+                return web.json_response(json.dumps(config))
+            row = await request.json()
+            params, output = row["responses_create_params"], []
+            async with aiohttp.ClientSession() as client:
+                for question in asks:
+                    body = params | {"input": [{"role": "user", "content": text} for text in question]}
+                    async with client.post(f"http://127.0.0.1:{policy}/v1/responses", json=body) as answer:
+                        assert answer.status == 200, await answer.text()
+                        output += (await answer.json())["output"]
+            if changed:
+                output[0]["generation_token_ids"][0] += 1
+            return web.json_response({**row, "response": {"output": output}, "reward": 1.0})
+
+        async with serving(server) as url:
+            host, _, port = url.removeprefix("http://").partition(":")
+            config["an_agent"]["responses_api_agents"]["own"] |= {"host": host, "port": int(port)}
+            agent = NeMoGym(renderer, NeMoGymConfig(head=url, server="an_agent"))
+            sampler = EpisodeSampler(Scripted(renderer, lambda _: "yes"), "e", SamplingParams(max_tokens=8), 512)
+            return await agent.run(None, Task("t", fields=counting(0, 1)), sampler, seed=0)
+
+    asks, changed = [["a"], ["b"]], False
+    with pytest.raises(InvalidOutcome, match="2 sequences \\(1 \\+ 1 calls\\)") as raised:
+        asyncio.run(main())
+    assert raised.value.kind == "not_contiguous"
+    asks, changed = [["a"]], True
+    with pytest.raises(InvalidOutcome, match="not those that we sampled"):
+        asyncio.run(main())
+    changed = False
+    assert asyncio.run(main()).reward == 1.0
