@@ -217,7 +217,7 @@ class Application:
         route = routes.get(method)
         client = ANYONE
         if self._tokens is None:
-            _refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+            refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
         elif route is None or not route.open:  # who has no token is not told what there is
             client = self._tokens.client(request.headers.get("Authorization"))
         if missing is not None:
@@ -278,7 +278,7 @@ class _MethodNotAllowed(Problem):
         super().__init__(405, "invalid-request", f"this path answers {', '.join(self.allowed)}")
 
 
-def _refuse_web_pages(host: str, origin: str | None) -> None:
+def refuse_web_pages(host: str, origin: str | None) -> None:
     """A server without tokens is for programs of this machine.
 
     A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
