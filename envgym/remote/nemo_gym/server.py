@@ -17,8 +17,9 @@ from aiohttp import web
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
+from envgym.remote.application import refuse_web_pages
 from envgym.remote.server import check_servable, listen, stop_signals
-from envgym.remote.wire import MAX_BODY
+from envgym.remote.wire import MAX_BODY, Problem
 from envgym.services import start_services
 
 from .agent import AgentServer
@@ -212,10 +213,11 @@ def _with_cookie(sessions: Sessions) -> Any:
 @web.middleware
 async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors as a status and one line. What an environment raises is a 500: their agents then fail the rollout."""
-    if "Origin" in request.headers:
-        return web.Response(status=403, text="web pages may not use this server")
     try:
+        refuse_web_pages(request.host, request.headers.get("Origin"))
         return await handler(request)
+    except Problem as problem:
+        return web.Response(status=problem.status, text=str(problem))
     except web.HTTPException as error:
         return web.Response(status=error.status, text=error.text, headers=_retry_after(error))
     except EnvgymError as error:
