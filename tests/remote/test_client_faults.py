@@ -111,14 +111,14 @@ async def emptied(url: str) -> bool:
 
 
 def after(count: int, do: Callable[[], object]) -> Callable[[Episode], None]:
-    """Do something once, when so many episodes have ended."""
+    """Do something once, in the middle of other episodes, when so many have ended."""
     ended = 0
 
     def tell(episode: Episode) -> None:
         nonlocal ended
         ended += 1
-        if ended == count:
-            do()
+        if ended == count:  # those played side by side are in step with each other: they end together
+            asyncio.get_running_loop().call_later(1.5 * PAUSE, do)
 
     return tell
 
