@@ -30,13 +30,22 @@ class RealGym:
         ):
             yield
 
-    def collect(self, head, rows, out, repeats=1):
-        """Play the rows with the collector. Returns the rollouts, the failures and the metrics it has written."""
-        command = [self.python, HERE / "collect.py", str(head), rows, out, str(repeats)]
-        run = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120, check=False)
+    def collect(self, head, jobs):
+        """Play rows with the collector, in one process: `jobs` are (name, file of rows, repeats). Returns for each name
+        the rollouts, the failures and the metrics it has written, which lie beside the rows."""
+        outs = {name: path.with_name(f"rollouts_{name}.jsonl") for name, path, _ in jobs}
+        words = [str(word) for name, path, repeats in jobs for word in (path, outs[name], repeats)]
+        command = [self.python, HERE / "collect.py", str(head), *words]
+        run = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
-        metrics = json.loads(out.with_name(f"{out.stem}_aggregate_metrics.json").read_text())
-        return lines(out), lines(out.with_name(f"{out.stem}_failures.jsonl")), metrics
+        return {
+            name: (
+                lines(out),
+                lines(out.with_name(f"{out.stem}_failures.jsonl")),
+                json.loads(out.with_name(f"{out.stem}_aggregate_metrics.json").read_text()),
+            )
+            for name, out in outs.items()
+        }
 
 
 @contextlib.contextmanager

@@ -86,26 +86,35 @@ def served(model_server, free_ports, server_process, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def their_agents(nemo_gym, served, free_ports, agent_entry, tmp_path_factory):
-    """Their agents on our resources servers, and their head server, whose port this gives."""
+def ours_collected(nemo_gym, served):
+    """What their collector has of our agent servers, which it finds by our head server."""
+    folder, port = served
+    jobs = [("stones", folder / "stones_train.jsonl", 2), ("broken", folder / "broken_train.jsonl", 1)]
+    return nemo_gym.collect(port, jobs)
+
+
+@pytest.fixture(scope="module")
+def theirs_collected(nemo_gym, served, free_ports, agent_entry, tmp_path_factory):
+    """What their collector has of their agent servers on our resources servers, by their head server. For each agent
+    the seeds of the rows, and the rollouts."""
     folder, _ = served
-    head, simple, gym = ports = free_ports(3)
-    config = yaml.safe_load((folder / "config.yaml").read_text()) | {
-        "run_head_server": True,
-        "head_server": {"host": "127.0.0.1", "port": head},
-        "their_simple": agent_entry("simple_agent", simple, "stones"),
-        "their_gymnasium": agent_entry("gymnasium_agent", gym, "guess"),
-        "their_gymnasium_tools": agent_entry("gymnasium_agent", gym, "stones"),
-    }
-    config["their_gymnasium_tools"]["responses_api_agents"]["gymnasium_agent"]["port"], *_ = [*free_ports(1)]
-    with nemo_gym.running(tmp_path_factory.mktemp("theirs"), config, ports):
-        yield head
-
-
-def rows_for(agent, path, out):
-    rows = [json.loads(line) | {"agent_ref": {"name": agent}} for line in path.read_text().splitlines()]
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return out
+    new = tmp_path_factory.mktemp("theirs")
+    head, *ports = free_ports(4)
+    plans = [("simple_agent", "stones", 4), ("gymnasium_agent", "guess", 2), ("gymnasium_agent", "stones", 2)]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"run_head_server": True, "head_server": {"host": "127.0.0.1", "port": head}}
+    jobs, seeds = [], {}
+    for port, (agent, game, repeats) in zip(ports, plans, strict=True):
+        name = f"{agent}_{game}"
+        config[name] = agent_entry(agent, port, game)
+        rows = [json.loads(line) for line in (folder / f"{game}_train.jsonl").read_text().splitlines()]
+        seeds[name] = [row["envgym"]["seed"] for row in rows]
+        path = new / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row | {"agent_ref": {"name": name}}) + "\n" for row in rows))
+        jobs.append((name, path, repeats))
+    with nemo_gym.running(new, config, [head, *ports]):
+        collected = nemo_gym.collect(head, jobs)
+    return {name: (seeds[name], *found) for name, found in collected.items()}
 
 
 def contiguous(output):
@@ -119,9 +128,8 @@ def contiguous(output):
     return count
 
 
-def test_their_collector_drives_our_agent_server(nemo_gym, served, tmp_path):
-    folder, port = served
-    rollouts, failures, metrics = nemo_gym.collect(port, folder / "stones_train.jsonl", tmp_path / "out.jsonl", 2)
+def test_their_collector_drives_our_agent_server(ours_collected):
+    rollouts, failures, metrics = ours_collected["stones"]
     assert (len(rollouts), failures) == (12, [])
     for rollout in rollouts:
         stones = 2 + rollout["envgym"]["seed"] % 2
@@ -136,9 +144,8 @@ def test_their_collector_drives_our_agent_server(nemo_gym, served, tmp_path):
     assert [group["num_rollouts"] for group in agent["group_level_metrics"]] == [2] * 6
 
 
-def test_their_collector_keeps_failures_apart_from_rewards(nemo_gym, served, tmp_path):
-    folder, port = served
-    rollouts, failures, metrics = nemo_gym.collect(port, folder / "broken_train.jsonl", tmp_path / "out.jsonl")
+def test_their_collector_keeps_failures_apart_from_rewards(ours_collected):
+    rollouts, failures, metrics = ours_collected["broken"]
     assert (rollouts, len(failures)) == ([], 6)
     for failure in failures:
         assert (failure["_ng_failure_class"], failure["failure_kind"]) == ("transient", "judge")
@@ -146,11 +153,9 @@ def test_their_collector_keeps_failures_apart_from_rewards(nemo_gym, served, tmp
     assert metrics[0]["agent_metrics"] == {}
 
 
-def test_their_simple_agent_calls_our_tools(nemo_gym, served, their_agents, tmp_path):
+def test_their_simple_agent_calls_our_tools(theirs_collected):
     """Through /seed_session, the tools and /verify, each told the session by the cookie of the response before it."""
-    folder, _ = served
-    rows = rows_for("their_simple", folder / "stones_validation.jsonl", tmp_path / "rows.jsonl")
-    rollouts, _, metrics = nemo_gym.collect(their_agents, rows, tmp_path / "out.jsonl", 4)
+    _, rollouts, _, metrics = theirs_collected["simple_agent_stones"]
     assert len(rollouts) == 24
     for rollout in rollouts:
         stones = 2 + rollout["envgym"]["seed"] % 2
@@ -159,21 +164,17 @@ def test_their_simple_agent_calls_our_tools(nemo_gym, served, their_agents, tmp_
     assert metrics[0]["agent_metrics"]["mean/score"] == 1.0
 
 
-@pytest.mark.parametrize("agent", ["their_gymnasium", "their_gymnasium_tools"])
-def test_their_gymnasium_agent_steps_our_environment(nemo_gym, served, their_agents, tmp_path, agent):
-    folder, _ = served
-    name = "stones" if agent.endswith("tools") else "guess"
-    rows = rows_for(agent, folder / f"{name}_train.jsonl", tmp_path / "rows.jsonl")
-    seeds = [json.loads(line)["envgym"]["seed"] for line in rows.read_text().splitlines()]
-    rollouts, _, _ = nemo_gym.collect(their_agents, rows, tmp_path / "out.jsonl", 2)
+@pytest.mark.parametrize("game", ["guess", "stones"])
+def test_their_gymnasium_agent_steps_our_environment(theirs_collected, game):
+    seeds, rollouts, _, _ = theirs_collected[f"gymnasium_agent_{game}"]
     assert len(rollouts) == 12
     for rollout in rollouts:
         seed = seeds[rollout["_ng_task_index"]]
         stones = 2 + seed % 2
-        assert rollout["reward"] == (1 + 0.25 * stones if name == "stones" else 1.0)
+        assert rollout["reward"] == (1 + 0.25 * stones if game == "stones" else 1.0)
         assert rollout["terminated"] is True
         [last] = rollout["response"]["output"][-1]["content"]
-        assert last["text"] == ("none" if name == "stones" else f"I say {seed % 8}")
+        assert last["text"] == ("none" if game == "stones" else f"I say {seed % 8}")
 
 
 def test_the_head_tells_of_the_servers(served):
@@ -258,6 +259,7 @@ def test_what_cannot_be_judged_is_no_reward_of_zero(served):
 def test_a_web_page_is_refused(served):
     _, port = served
     assert ask(port, "/seed_session", {}, Origin="http://example.com")[0] == 403
+    assert ask(port, "/seed_session", {}, Host="example.com")[0] == 403
 
 
 @pytest.mark.parametrize(

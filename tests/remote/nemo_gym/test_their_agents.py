@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,6 +20,7 @@ from envgym.rollout import Play, Runner
 from envgym.sampler import EpisodeSampler
 from envgym.types import StopReason, Task, VersionSpan
 
+ENVGYM = Path(sys.executable).with_name("envgym")
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
@@ -262,3 +266,21 @@ def test_calls_that_are_not_one_sequence_fail_the_episode(renderer, serving, fre
         asyncio.run(main())
     changed = False
     assert asyncio.run(main()).reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_policy_is_trained_that_their_simple_agent_plays(servers, tiny_model, tmp_path):
+    rows = [counting(start, 1) | {"expected_count": start} for start in range(8)]  # right where nothing is called
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = subprocess.run(
+        [ENVGYM, "train", "--env", "nemo_gym", f"env.head={servers}", "env.server=counter", "data.path=rows.jsonl",
+         "data.test_fraction=0", "agent=nemo_gym", f"agent.head={servers}", "--learner", "grpo",
+         "--model", str(tiny_model), "--name", "simple", "engine.kind=transformers", "steps=2", "rollout.tasks=2",
+         "rollout.group_size=4", "rollout.max_tokens=24", "eval.every=0"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    summary = json.loads((tmp_path / "runs" / "simple" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["failures"]) == ("completed", 2, {})
+    assert summary["tokens"]["trained"] > 0
+    assert summary["mismatch"]["max_abs_logprob"] < 1e-3  # the very tokens that were sampled
