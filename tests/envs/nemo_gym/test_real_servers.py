@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,8 +17,13 @@ import pytest
 import yaml
 
 import envgym
+from envgym.agents.tool_calling import ToolCalling
+from envgym.config import RolloutConfig
+from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.types import Action, ToolCall
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout import Play, Runner
+from envgym.types import Action, StopReason, ToolCall, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 LAUNCHER = Path(__file__).parents[2] / "remote" / "nemo_gym" / "real_servers.py"
@@ -210,20 +216,98 @@ def test_a_real_server_that_is_killed_or_frozen_fails_its_episodes(nemo_gym_pack
     assert all(failure.retryable for failure in failures)
 
 
+# -- by a whole rollout -----------------------------------------------------------------------------------
+
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Scripted:
+    """An engine that says the next of its lines, by how often the prompt holds the assistant's turn."""
+
+    def __init__(self, tokenizer, lines, before=lambda turn: None):
+        self.tokenizer, self.lines, self.before = tokenizer, lines, before
+
+    async def generate(self, request):
+        turn = self.tokenizer.decode(list(request.token_ids)).count("<|im_start|>assistant") - 1
+        self.before(turn)
+        ids = (*self.tokenizer.encode(self.lines[turn], add_special_tokens=False), self.tokenizer.eos_token_id)
+        return Generation(ids, (-0.5,) * len(ids), StopReason.STOP, (VersionSpan(0, 0, len(ids)),))
+
+
+def rollout(tiny_model, environment, lines, *, before=lambda turn: None, size=4):
+    """A group of episodes of the first row, through the tool-calling agent and a real tokenizer."""
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = TEMPLATE
+    renderer = make_renderer("chat", tokenizer)
+    engine = Scripted(tokenizer, lines, before)
+    agent = ToolCalling(renderer, ToolCalling.Config())
+    config = RolloutConfig(retries=0, refills=0)
+    runner = Runner(environment, agent, engine, config, max_model_len=4096, seed=0, deterministic=False)
+    sampling = SamplingParams(max_tokens=200, stop_token_ids=renderer.stop_token_ids)
+
+    async def main():
+        async with environment:
+            task = await environment.tasks("train").get(0)
+            [group] = await runner.play([task], Play("p", sampling, size))
+            return group.episodes
+
+    return asyncio.run(main())
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_a_rollout_calls_real_tools_and_every_episode_is_its_own(servers, tiny_model):
+    lines = ["First 1." + call("increment_counter", count=1), call("increment_counter", count=2), "Done."]
+    episodes = rollout(tiny_model, spec(servers, "example_session_state_mgmt"), lines)
+    assert [(episode.outcome.status, episode.reward) for episode in episodes] == [("completed", 1.0)] * 4
+    for episode in episodes:
+        [row] = episode.rows
+        assert [segment.role for segment in row.segments] == ["prompt", *["action", "feedback"] * 2, "action"]
+        assert [m.text for m in episode.messages if m.role == "tool"] == ['{"success":true}'] * 2
+        assert episode.metrics["tool_calls"] == 2.0
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_mid_episode_leaves_failed_episodes_and_no_rewards(nemo_gym_package, tmp_path, tiny_model):
+    with running(nemo_gym_package, tmp_path, ["example_session_state_mgmt"]) as found:
+
+        def kill(turn):
+            if turn == 1:
+                found.process.kill()
+                found.process.wait()
+
+        lines = [call("increment_counter", count=1), call("increment_counter", count=2), "Done."]
+        episodes = rollout(tiny_model, spec(found, "example_session_state_mgmt"), lines, before=kill)
+    assert [episode.reward for episode in episodes] == [None] * 4
+    assert all(episode.failed for episode in episodes)
+    assert {episode.outcome.reason for episode in episodes} <= {"server_lost", "server_unreachable"}
+
+
 # -- trained on -------------------------------------------------------------------------------------------
 
 
-def train(folder, model, servers, name, *words):
-    """A run of two steps on a real server's rows: its metrics and its summary."""
-    done = subprocess.run(
-        [ENVGYM, "train", "--env", "nemo_gym", f"env.head={servers.head}", f"env.server=my_{name}",
-         f"data.path={servers.rows[name]}", "data.test_fraction=0", "--learner", "grpo", "--model", str(model),
-         "--name", name, "engine.kind=transformers", "steps=2", "rollout.tasks=2", "rollout.group_size=4",
-         "rollout.max_tokens=24", "eval.every=0", *words],
-        cwd=folder, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+def documented(number):
+    """The words after `envgym` of a command on the page."""
+    page = (Path(__file__).parents[3] / "docs" / "nemo_gym.md").read_text()
+    commands = re.findall(r"^```console\nenvgym (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return shlex.split(commands[number].replace("\\\n", " "))
+
+
+def train(folder, words):
+    """A run of two steps: its metrics and its summary."""
+    short = ["engine.kind=transformers", "steps=2", "rollout.tasks=2", "rollout.group_size=4", "rollout.max_tokens=24"]
+    words = [*words, *short, "data.test_fraction=0", "eval.every=0", "--name", "short"]
+    done = subprocess.run([ENVGYM, *words], cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    run = folder / "runs" / name
+    run = folder / "runs" / "short"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in metrics if line["step"] > 0], json.loads((run / "summary.json").read_text())
 
@@ -231,7 +315,18 @@ def train(folder, model, servers, name, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SERVERS))
 def test_a_policy_is_trained_on_a_real_server(servers, tmp_path, tiny_model, name):
-    steps, summary = train(tmp_path, tiny_model, servers, name)
+    by_url, by_name = documented(0), documented(1)
+    words = by_url if name == "blackjack" else by_name
+    known = {
+        "http://127.0.0.1:21051": servers.urls[name],
+        "http://127.0.0.1:11000": servers.head,
+        "my_server": f"my_{name}",
+        "rows.jsonl": str(servers.rows[name]),
+        "path/or/hub-id": str(tiny_model),
+    }
+    for shown, real in known.items():
+        words = [word.replace(shown, real) for word in words]
+    steps, summary = train(tmp_path, words)
     assert (summary["status"], summary["steps"], summary["failures"]) == ("completed", 2, {})
     assert summary["tokens"]["trained"] > 0
     assert all("reward/mean" in step for step in steps)
