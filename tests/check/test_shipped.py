@@ -18,15 +18,23 @@ QUICK = {"math_verify-v0", "gymnasium-v0", "tool_use-v0", "judge-v0"}
 NEED = {
     "judge-v0": lambda url: {"judge": {"base_url": f"{url}/v1", "model": "m"}},
     "reward_model-v0": lambda url: {"endpoints": f"{url}/get_reward"},
+    "nemo_gym-v0": lambda url: {"url": url},
     "mixture-v0": lambda url: {"members": {"sums": "math_verify", "ice": {"env": "gymnasium", "weight": 2}}},
 }
 """Settings that those need which cannot be played without any, given a server of judgements."""
-TAKE_DATA = {"judge-v0", "reward_model-v0"}
+TAKE_DATA = {"judge-v0", "reward_model-v0", "nemo_gym-v0"}
 
 
 async def judgement(request):
-    """Serves both a judge and a reward model, who know the right answer when they see it."""
+    """Serves a judge, a reward model and a resources server, who know the right answer when they see it."""
+    if request.method != "POST":
+        return web.Response(status=405)
     body = await request.json()
+    if request.path == "/seed_session":
+        return web.json_response({})
+    if request.path == "/verify":
+        said = body["response"]["output"][-1]["content"][0]["text"]
+        return web.json_response({"reward": float(said.strip() == body["answer"])})
     if "query" in body:
         pairs = zip(body["query"], body["labels"], strict=True)
         return web.json_response({"rewards": [float(query.endswith(label)) for query, label in pairs]})
@@ -40,6 +48,7 @@ async def judgement(request):
 
 def data(folder):
     rows = [{"prompt": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(20, 60)]
+    rows = [{**row, "responses_create_params": {"input": row["prompt"]}} for row in rows]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data": {"path": str(folder / "rows.jsonl")}}
 
