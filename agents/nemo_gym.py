@@ -11,7 +11,7 @@ import json
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -101,8 +101,11 @@ class NeMoGym(Agent):
     def _episode(self, task: Task, conversation: Conversation, answer: Mapping[str, Any]) -> Episode:
         if failure := answer.get("_ng_failure_class"):
             raise InvalidOutcome("agent", f"the agent server says it failed ({failure}): {_said(answer)}")
+        if answer.get("mask_sample") is True:
+            kind = str(answer.get("failure_kind") or "masked")
+            raise InvalidOutcome(kind, f"the agent server says that the sample is void: {_said(answer)}")
         reward = answer.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if isinstance(reward, bool) or not _is_number(reward):
             raise InvalidOutcome("agent", f"the agent server answers with {reward!r:.40} as reward")
         if not conversation.turns:
             raise InvalidOutcome("agent", "the agent server made no call to the policy: does it use our model server?")
@@ -115,7 +118,7 @@ class NeMoGym(Agent):
         metrics = {
             name: float(value)
             for name, value in answer.items()
-            if isinstance(value, int | float) and name != "reward" and not name.startswith("_") and math.isfinite(value)
+            if name not in task.fields and not name.startswith("_") and name != "reward" and _is_number(value)
         }
         return conversation.episode(task, outcome, float(reward), {"metrics": metrics}, conversation.messages)
 
@@ -269,6 +272,10 @@ async def _answer(request: Any, url: str) -> Any:
         return json.loads(body)
     except ValueError:
         raise InvalidOutcome("agent", f"{url} answers with something that is not JSON") from None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _said(answer: Mapping[str, Any]) -> str:

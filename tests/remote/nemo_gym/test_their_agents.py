@@ -226,8 +226,8 @@ def test_what_goes_wrong_is_a_failed_episode(servers, renderer, row, settings, s
     assert says in episode.outcome.message
 
 
-def test_calls_that_are_not_one_sequence_fail_the_episode(renderer, serving, free_ports):
-    """An agent server that rewrites what was said, which none of NeMo-Gym's that are run here does."""
+def test_what_an_agent_server_may_answer(renderer, serving, free_ports):
+    """Among it calls that are not one sequence, which none of NeMo-Gym's servers that are run here makes."""
     [policy] = free_ports(1)
     config = {
         "an_agent": {"responses_api_agents": {"own": {"model_server": {"name": "policy_model"}}}},
@@ -248,7 +248,7 @@ def test_calls_that_are_not_one_sequence_fail_the_episode(renderer, serving, fre
                         output += (await answer.json())["output"]
             if changed:
                 output[0]["generation_token_ids"][0] += 1
-            return web.json_response({**row, "response": {"output": output}, "reward": 1.0})
+            return web.json_response({**row, "response": {"output": output}, "reward": 1.0, "steps": 3, **more})
 
         async with serving(server) as url:
             host, _, port = url.removeprefix("http://").partition(":")
@@ -257,15 +257,30 @@ def test_calls_that_are_not_one_sequence_fail_the_episode(renderer, serving, fre
             sampler = EpisodeSampler(Scripted(renderer, lambda _: "yes"), "e", SamplingParams(max_tokens=8), 512)
             return await agent.run(None, Task("t", fields=counting(0, 1)), sampler, seed=0)
 
-    asks, changed = [["a"], ["b"]], False
-    with pytest.raises(InvalidOutcome, match="2 sequences \\(1 \\+ 1 calls\\)") as raised:
-        asyncio.run(main())
-    assert raised.value.kind == "not_contiguous"
+    def fails(kind, says):
+        with pytest.raises(InvalidOutcome, match=says) as raised:
+            asyncio.run(main())
+        assert raised.value.kind == kind
+
+    asks, changed, more = [["a"], ["b"]], False, {}
+    fails("not_contiguous", r"2 sequences \(1 \+ 1 calls\)")
     asks, changed = [["a"]], True
-    with pytest.raises(InvalidOutcome, match="not those that we sampled"):
-        asyncio.run(main())
+    fails("not_contiguous", "not those that we sampled")
     changed = False
-    assert asyncio.run(main()).reward == 1.0
+    episode = asyncio.run(main())
+    assert (episode.reward, episode.metrics) == (1.0, {"calls": 1.0, "steps": 3.0})
+    more = {"truncated": True}
+    assert asyncio.run(main()).outcome.reason == "environment"
+    for answers, kind, says in (
+        ({"_ng_failure_class": "transient", "error_message": "out of luck"}, "agent", "out of luck"),
+        ({"mask_sample": True, "failure_kind": "judge_failed"}, "judge_failed", "void"),
+        ({"reward": None}, "agent", "None as reward"),
+        ({"reward": float("nan")}, "agent", "nan as reward"),
+    ):
+        more = answers
+        fails(kind, says)
+    asks, more = [], {}
+    fails("agent", "made no call to the policy")
 
 
 @pytest.mark.slow
