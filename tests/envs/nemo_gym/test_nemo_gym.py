@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 import envgym
+from envgym.envs.nemo_gym import discovery
 from envgym.envs.nemo_gym import server as server_module
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
 from envgym.types import Action, Message, StopReason, TextPart, ToolCall
@@ -194,6 +195,16 @@ def test_a_tools_error_is_its_result(serving, path):
     _, [first, last] = episode(serving, server, path, [turn("", LOOK), turn("so")])
     assert first[0].messages[0].text == "Internal Server Error"
     assert (last[1], last[4]["metrics"]["tool_errors"]) == (1.0, 1.0)
+
+
+def test_no_tool_leads_elsewhere(serving, path):
+    async def moved(request):
+        return web.Response(status=307, headers={"Location": "/verify"}, text="moved")
+
+    server = tools_server(look_up=moved)
+    _, [first, _] = episode(serving, server, path, [turn("", LOOK), turn("so")])
+    assert first[0].messages[0].text == "moved"
+    assert server.routes == ["seed_session", "look_up", "verify"]
 
 
 @pytest.mark.parametrize("name", ["verify", "seed_session", "../verify", "", "look_up/../verify", "http://x/y"])
@@ -427,6 +438,17 @@ def test_a_server_is_found_by_its_name(serving, path):
                     await envgym.spec("nemo_gym", head=head, data=data, server="quizz").ensure_setup()
 
     asyncio.run(main())
+
+
+def test_a_server_that_listens_everywhere_is_where_its_head_server_is(serving):
+    async def main(host):
+        config = {"quiz": {"resources_servers": {"mcqa": {"host": host, "port": 21001}}}}
+        async with serving(head_server(config)) as head, server_module.connector() as connections:
+            return await discovery.find(head.replace("127.0.0.1", "localhost"), None, connections)
+
+    assert asyncio.run(main("0.0.0.0")) == "http://localhost:21001"
+    assert asyncio.run(main("10.1.2.3")) == "http://10.1.2.3:21001"
+    assert asyncio.run(main("fe80::1")) == "http://[fe80::1]:21001"
 
 
 @pytest.mark.parametrize("config", ["not: [yaml", "text", "3"])
