@@ -27,8 +27,10 @@ from envgym.types import Action, Message, Observation, StopReason, Task, TextPar
 from . import discovery, rows
 from .server import Session, connector
 
-PASSING = ("transport_", "provider_", "session_")
+PASSING = ("transport_", "provider_", "session_", "judge_failed")
 """How kinds of failure begin that another try may not meet."""
+FAILURE_CLASS = "_ng_failure_class"
+"""What a server's own guards put into an answer in which a judge failed, beside a reward of zero."""
 
 
 class NemoGymConfig(DataEnvConfig):
@@ -268,11 +270,17 @@ def _spoken(action: Action) -> Message:
 
 def _verdict(answer: Mapping[str, Any], route: str) -> float:
     """The reward in an answer. Raises `InvalidOutcome` where there is none, or the server says that it is void."""
-    kind = answer.get("failure_kind")
-    if answer.get("mask_sample") is True or kind:
-        reason = " ".join(str(answer.get("failure_reason") or "the server says that it counts for nothing").split())
+    masked, kind = answer.get("mask_sample"), answer.get(FAILURE_CLASS) or answer.get("failure_kind")
+    # A kind alone voids the sample; with `mask_sample` false it is a remark on one that was measured all the same.
+    if masked is True or answer.get(FAILURE_CLASS) or (kind and masked is None):
+        said = answer.get("failure_reason") or answer.get("_ng_failure_judge_error")
+        reason = " ".join(str(said or "the server says that it counts for nothing").split())
         kind = re.sub(r"\W+", "_", str(kind or "masked"))[:60]
-        raise InvalidOutcome(kind, f"/{route}: {reason[:300]}", retryable=kind.startswith(PASSING))
+        raise InvalidOutcome(
+            kind,
+            f"/{route}: {reason[:300]}",
+            retryable=kind.startswith(PASSING) and not answer.get("_ng_failure_terminal"),
+        )
     reward = _number(answer.get("reward"))
     if reward is None:
         raise InvalidOutcome("server_protocol", f"/{route} answered with the reward {answer.get('reward')!r:.60}")

@@ -308,12 +308,21 @@ def test_what_keeps_the_server_from_answering_is_no_reward(serving, path, route,
         ({"reward": 0.0, "failure_kind": "judge_unparseable", "failure_reason": "no verdict"}, "judge_unparseable",
          False),
         ({"reward": 0.0, "mask_sample": True, "failure_kind": "transport_timeout"}, "transport_timeout", True),
+        ({"reward": 0.0, "mask_sample": True, "failure_kind": "mine:no disk"}, "mine_no_disk", False),
+        ({"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "x"}, "judge_failed", True),
+        ({"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_terminal": True}, "judge_failed", False),
     ],
 )  # fmt: skip
 def test_a_verdict_that_is_none_is_no_reward(serving, path, verdict, kind, retryable):
     with pytest.raises(InvalidOutcome) as failure:
         episode(serving, tools_server(verify=said(json.dumps(verdict))), path, [turn("so")])
     assert (failure.value.kind, failure.value.retryable) == (kind, retryable)
+
+
+def test_a_remark_on_a_sample_that_was_measured_voids_nothing(serving, path):
+    verdict = {"reward": 0.25, "mask_sample": False, "failure_kind": "provider_oom_killed"}
+    _, [last] = episode(serving, tools_server(verify=verdict), path, [turn("so")])
+    assert last[1] == 0.25
 
 
 @pytest.mark.parametrize(("answer", "kind"), [(hangs_up, "server_lost"), (hangs, "server_timeout")])
