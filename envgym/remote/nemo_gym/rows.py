@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.env import EnvSpec
-from envgym.errors import InvalidStep
+from envgym.errors import EnvgymError, InvalidStep
 from envgym.responses import MalformedItem, input_items, messages_of, tool_items
 from envgym.sampler import derived_seed
 from envgym.types import Message, Observation
@@ -93,14 +93,21 @@ def said(observation: Observation) -> tuple[Message, ...]:
 
 
 async def rows(spec: EnvSpec, name: str, agent: str, split: str, count: int) -> AsyncIterator[dict[str, Any]]:
-    """The rows of a split's first `count` tasks, each for the agent server `agent`."""
+    """The rows of a split's first `count` tasks, each for the agent server `agent`. Raises `EnvgymError`, also for a
+    task that cannot be posed."""
     tasks = spec.tasks(split)
     for index in range(count if tasks.size is None else min(count, tasks.size)):
         task = await tasks.get(index)
         seed = derived_seed(name, split, index) if task.seed is None else task.seed
         place = Place(env=name, split=split, index=index, seed=seed)
-        playing, observation = await pose(spec, place)
-        await playing.close()
+        try:
+            playing, observation = await pose(spec, place)
+            await playing.close()
+        except EnvgymError:
+            raise
+        except Exception as error:  # an environment may raise anything at all
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidStep(f"environment {spec.id}: {split} task {index} cannot be posed: {what}") from error
         params: dict[str, Any] = {"input": input_items(said(observation))}
         if observation.tools:
             params["tools"] = tool_items(observation.tools)

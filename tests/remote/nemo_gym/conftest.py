@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import time
@@ -70,6 +72,19 @@ def process(command, log, ports, environment=None):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def documented():
+    """`documented(words)`: the words after `envgym` of the command on the page that holds them."""
+    page = (HERE.parents[2] / "docs" / "nemo_gym.md").read_text()
+    commands = re.findall(r"^```console\nenvgym (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    def documented(words):
+        [command] = [command for command in commands if words in command]
+        return shlex.split(command.replace("\\\n", " "))
+
+    return documented
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,15 @@ class Broken(Env):
         return None, None, True, False, {}
 
 
+class Unposed(Broken):
+    """Cannot pose every task."""
+
+    async def reset(self, *, seed=None, options=None):
+        if seed == 1:
+            raise KeyError("three")
+        return "hello", {}
+
+
 class Judged(EnvSpec):
     env_class = Broken
 

@@ -262,10 +262,25 @@ def test_a_web_page_is_refused(served):
     assert ask(port, "/seed_session", {}, Host="example.com")[0] == 403
 
 
+def test_the_pages_command_serves_rows_without_answers(documented, free_ports, server_process, tmp_path):
+    [port] = free_ports(1)
+    words = [word.replace("21080", str(port)) for word in documented("--nemo-gym")]
+    with server_process([ENVGYM, *words, "--rows", "3"], tmp_path / "log", [port]) as server:
+        for split in ("train", "validation"):
+            rows = [json.loads(line) for line in (tmp_path / "served" / f"tool_use_{split}.jsonl").open()]
+            assert [row["envgym"]["index"] for row in rows] == [0, 1, 2]
+            assert set(rows[0]) == {"responses_create_params", "envgym", "agent_ref"}
+            assert rows[0]["responses_create_params"]["tools"][0]["name"] == "get"
+            assert ask(port, "/seed_session", rows[0])[0] == 200
+        server.terminate()
+        assert server.wait(timeout=20) == 0  # and its sessions are closed
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ([f"{GAMES}:Judged", "--nemo-gym", "gym"], "judges groups"),
+        ([f"{GAMES}:Unposed", "--nemo-gym", "gym"], "Unposed: train task 1 cannot be posed: KeyError: 'three'"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--host", "0.0.0.0"], "refusing to serve on 0.0.0.0"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--model-server", "http://x:1/v1"], "without /v1"),

@@ -284,16 +284,16 @@ def test_what_an_agent_server_may_answer(renderer, serving, free_ports):
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained_that_their_simple_agent_plays(servers, tiny_model, tmp_path):
+def test_a_policy_is_trained_that_their_simple_agent_plays(servers, tiny_model, tmp_path, documented):
     rows = [counting(start, 1) | {"expected_count": start} for start in range(8)]  # right where nothing is called
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = subprocess.run(
-        [ENVGYM, "train", "--env", "nemo_gym", f"env.head={servers}", "env.server=counter", "data.path=rows.jsonl",
-         "data.test_fraction=0", "agent=nemo_gym", f"agent.head={servers}", "--learner", "grpo",
-         "--model", str(tiny_model), "--name", "simple", "engine.kind=transformers", "steps=2", "rollout.tasks=2",
-         "rollout.group_size=4", "rollout.max_tokens=24", "eval.every=0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    shown = {"http://127.0.0.1:11000": servers, "my_server": "counter", "my_agent": "counter_agent"}
+    words = documented("agent=nemo_gym")
+    for word, real in {**shown, "path/or/hub-id": str(tiny_model)}.items():
+        words = [given.replace(word, real) for given in words]
+    words += ["data.test_fraction=0", "--name", "simple", "engine.kind=transformers", "steps=2", "rollout.tasks=2"]
+    words += ["rollout.group_size=4", "rollout.max_tokens=24", "eval.every=0"]
+    done = subprocess.run([ENVGYM, *words], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     summary = json.loads((tmp_path / "runs" / "simple" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["failures"]) == ("completed", 2, {})
