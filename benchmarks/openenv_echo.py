@@ -1,0 +1,88 @@
+"""An environment of OpenEnv that says what it is told, its real server, and a client of the protocol of that server.
+
+    benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py serve PORT
+    benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py measure PORT SESSIONS SECONDS TEXT
+
+This is the peer's side of `remote_steps.py`. It runs in the peer's environment (`openenv_requirements.txt`) and knows
+nothing of envgym. `measure` prints one JSON line: the steps taken and the seconds they took. It speaks the messages of
+OpenEnv's `/ws` over `websockets` and leaves OpenEnv's own client out, which only adds to each step.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+SESSIONS = 64
+
+
+def serve(port: int) -> None:
+    import uvicorn
+    from openenv.core.env_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+
+    class Said(Action):
+        text: str
+
+    class Heard(Observation):
+        text: str
+
+    class Echo(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
+            return Heard(text="say something", done=False, reward=None)
+
+        def step(self, action: Said, timeout_s: float | None = None, **kwargs: Any) -> Heard:
+            return Heard(text=action.text, done=False, reward=0.5)
+
+        async def reset_async(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Heard:
+            return self.reset(seed, episode_id)
+
+        async def step_async(self, action: Said, timeout_s: float | None = None, **kwargs: Any) -> Heard:
+            return self.step(action)
+
+        @property
+        def state(self) -> State:
+            return State()
+
+    app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=SESSIONS)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+async def measure(port: int, sessions: int, seconds: float, text: str) -> None:
+    from websockets.asyncio.client import connect
+
+    steps = 0
+    begun = asyncio.Barrier(sessions + 1)
+    over = asyncio.Event()
+
+    async def play() -> None:
+        nonlocal steps
+        async with connect(f"ws://127.0.0.1:{port}/ws", compression=None) as socket:
+            await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+            assert json.loads(await socket.recv())["type"] == "observation"
+            await begun.wait()
+            while not over.is_set():
+                await socket.send(json.dumps({"type": "step", "data": {"text": text}}))
+                answer = json.loads(await socket.recv())
+                assert answer["data"]["observation"]["text"] == text, answer
+                steps += 1
+
+    playing = [asyncio.create_task(play()) for _ in range(sessions)]
+    await begun.wait()
+    began = time.perf_counter()
+    await asyncio.sleep(seconds)
+    taken, spent = steps, time.perf_counter() - began
+    over.set()
+    await asyncio.gather(*playing)
+    print(json.dumps({"steps": taken, "seconds": spent}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]))
+    else:
+        asyncio.run(measure(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]))

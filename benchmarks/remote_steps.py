@@ -1,0 +1,266 @@
+"""Steps a second of a served environment, beside a bare HTTP server and beside OpenEnv's server.
+
+    .venv/bin/python benchmarks/remote_steps.py [--seconds 10] [--repeats 3]
+
+Every side plays 32 sessions at once of an environment that says what it is told, with a server in a process of its own
+and the client in another: a call at a time for each session, the next one when the answer is there.
+
+- a bare server of aiohttp that sends back the body it gets, asked by aiohttp with the bodies that envgym sends;
+- envgym: `env.step` of the remote environment;
+- OpenEnv's server, stepped over WebSocket (`openenv_echo.py`, in the environment of `openenv_requirements.txt`);
+- envgym's batch endpoint: one call steps all sessions, as JSON that is written and read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
+
+from envgym.remote.client import RemoteEnvSpec
+from envgym.remote.encoding import encode
+from envgym.remote.wire import Step
+from envgym.types import Action
+
+OPENENV_PYTHON = ROOT / "benchmarks" / ".venv-openenv" / "bin" / "python"
+ENVGYM = Path(sys.executable).with_name("envgym")
+SESSIONS = 32
+TEXT = "the quick brown fox jumps over the lazy dog. " * 4
+START_SECONDS = 60
+SIDES = {
+    "echo": "a bare aiohttp server that sends the body back",
+    "envgym": "envgym, a call for each step",
+    "openenv": "OpenEnv, a message for each step",
+    "batch": "envgym, a batch for a step of all sessions",
+}
+GOALS = (("envgym", "echo", 0.5), ("envgym", "openenv", 1.0), ("batch", "openenv", 3.0))
+"""Of which side the rate is at least how much of which other's."""
+
+Act = Callable[[], Awaitable[int]]
+"""Takes some steps and returns how many."""
+
+
+@contextlib.contextmanager
+def server(command: list[str], port: int) -> Iterator[None]:
+    """A server process that listens on `port`, for as long as the context lasts."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            give_up_at = time.monotonic() + START_SECONDS
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                if process.poll() is not None or time.monotonic() > give_up_at:
+                    log.seek(0)
+                    raise SystemExit(f"{' '.join(command)} does not serve:\n{log.read()[-2000:]}")
+                time.sleep(0.1)
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+async def rate(acts: list[Act], options: argparse.Namespace) -> float:
+    """Steps a second while every one of `acts` is done again and again, after a warm-up."""
+    steps = 0
+    over = False
+
+    async def again(act: Act) -> None:
+        nonlocal steps
+        while not over:
+            taken = await act()  # `steps += await …` would add to what it was before
+            steps += taken
+
+    working = [asyncio.create_task(again(act)) for act in acts]
+    await asyncio.sleep(options.warmup)
+    before, began = steps, time.perf_counter()
+    await asyncio.sleep(options.seconds)
+    result = (steps - before) / (time.perf_counter() - began)
+    over = True
+    await asyncio.gather(*working)
+    return result
+
+
+async def echo_rate(url: str, options: argparse.Namespace) -> float:
+    body = encode(Step(step_id=0, action=Action(TEXT)))
+    kind = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=kind) as http:
+
+        async def post() -> int:
+            async with http.post(url, data=body) as response:
+                assert await response.read() == body
+            return 1
+
+        return await rate([post] * SESSIONS, options)
+
+
+async def envgym_rate(url: str, options: argparse.Namespace) -> float:
+    async with RemoteEnvSpec(url) as spec:
+        envs = [spec.make() for _ in range(SESSIONS)]
+        for env in envs:
+            await env.reset(seed=1)
+
+        def steps(env: Any) -> Act:
+            async def step() -> int:
+                observation, reward, *_ = await env.step(Action(TEXT))
+                assert (observation.text, reward) == (TEXT, 0.5)
+                return 1
+
+            return step
+
+        try:
+            return await rate([steps(env) for env in envs], options)
+        finally:
+            for env in envs:
+                await env.close()
+
+
+async def batch_rate(url: str, options: argparse.Namespace) -> float:
+    async with aiohttp.ClientSession() as http:
+
+        async def batch(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            async with http.post(f"{url}/v1/batch", json={"requests": requests}) as response:
+                answers: list[dict[str, Any]] = json.loads(await response.read())["answers"]
+            assert all(answer["status"] in (200, 204) for answer in answers), answers[0]
+            return answers
+
+        names = [f"s{number}" for number in range(SESSIONS)]
+        await batch([{"op": "open", "session_id": name, "seed": 1} for name in names])
+        number = 0
+
+        async def step() -> int:
+            nonlocal number
+            action = {"text": TEXT}
+            answers = await batch(
+                [{"op": "step", "session_id": name, "step_id": number, "action": action} for name in names]
+            )
+            assert all(answer["body"]["observation"]["text"] == TEXT for answer in answers)
+            number += 1
+            return SESSIONS
+
+        try:
+            return await rate([step], options)
+        finally:
+            await batch([{"op": "close", "session_id": name} for name in names])
+
+
+def openenv_rate(port: int, options: argparse.Namespace) -> float:
+    def run(seconds: float) -> float:
+        words = ["measure", str(port), str(SESSIONS), str(seconds), TEXT]
+        command = [str(OPENENV_PYTHON), str(ROOT / "benchmarks" / "openenv_echo.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120, check=True)
+        said = json.loads(done.stdout)
+        return float(said["steps"] / said["seconds"])
+
+    run(options.warmup)
+    return run(options.seconds)
+
+
+def measure(side: str, options: argparse.Namespace) -> float:
+    """The rate of one side, with a fresh server."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    ours = [str(ENVGYM), "serve", f"{ROOT / 'benchmarks' / 'echo_env.py'}:Echo", "--port", str(port)]
+    commands = {
+        "echo": [sys.executable, __file__, "--echo", str(port)],
+        "openenv": [str(OPENENV_PYTHON), str(ROOT / "benchmarks" / "openenv_echo.py"), "serve", str(port)],
+    }
+    with server(commands.get(side, ours), port):
+        if side == "openenv":
+            return openenv_rate(port, options)
+        work = {"echo": echo_rate, "envgym": envgym_rate, "batch": batch_rate}[side]
+        return asyncio.run(work(url, options))
+
+
+def serve_echo(port: int) -> None:
+    async def echo(request: web.BaseRequest) -> web.Response:
+        return web.Response(body=await request.read(), content_type="application/json")
+
+    async def main() -> None:
+        runner = web.ServerRunner(web.Server(echo))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+
+
+def openenv_versions() -> dict[str, str]:
+    if not OPENENV_PYTHON.exists():
+        head = "the head of benchmarks/openenv_requirements.txt says how to make it"
+        raise SystemExit(f"{OPENENV_PYTHON} is missing: {head}")
+    names = ["openenv", "fastapi", "uvicorn", "websockets"]
+    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"
+    done = subprocess.run([OPENENV_PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The stored result as the text of the docs: the rates, their ratios and the conditions."""
+    turns = result["turns"]
+    rates = [[SIDES[side], f"{median(turn[side] for turn in turns):,.0f}"] for side in SIDES]
+    ratios = []
+    for one, other, goal in GOALS:
+        found = [turn[one] / turn[other] for turn in turns]
+        what = f"{SIDES[one]} / {SIDES[other]}"
+        ratios.append([what, f"{median(found):.2f}", f"{min(found):.2f} to {max(found):.2f}", f"{goal:g}"])
+    job = result["job"]
+    peer = ", ".join(f"{name} {number}" for name, number in result["openenv_versions"].items())
+    return "\n\n".join(
+        [
+            table(["side", "steps a second"], rates),
+            table(["ratio", "median", "least to greatest", "goal"], ratios),
+            f"{job['repeats']} turns of {job['seconds']:g} s, {SESSIONS} sessions. "
+            f"{conditions_in_words(result['conditions'])} OpenEnv's side: {peer}.",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long each side is measured")
+    parser.add_argument("--warmup", type=float, default=2.0, help="seconds before that")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all sides")
+    parser.add_argument("--echo", type=int, metavar="PORT", help=argparse.SUPPRESS)  # the bare server's process
+    options = parser.parse_args()
+    if options.echo is not None:
+        return serve_echo(options.echo)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server in progress is ended too
+    peer_versions = openenv_versions()
+    where = conditions(["envgym", "aiohttp", "pydantic"])
+    turns = []
+    for _ in range(options.repeats):
+        turns.append({side: measure(side, options) for side in SIDES})
+        print(", ".join(f"{side} {found:,.0f}/s" for side, found in turns[-1].items()), flush=True)
+    job = {"sessions": SESSIONS, "text_characters": len(TEXT), **vars(options)}
+    result = {"conditions": where, "openenv_versions": peer_versions, "job": job, "turns": turns}
+    path = store("remote_steps", result)
+    text = markdown(result)
+    fill_docs("remote_steps", text)
+    print(f"\n{text}\n\nstored in {path}")
+
+
+if __name__ == "__main__":
+    main()
