@@ -1,7 +1,9 @@
 """The real NeMo-Gym plays our environments: its rollout collector and its agents, on `envgym serve --nemo-gym`."""
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -73,11 +75,21 @@ def model_server(free_ports):
     thread.join()
 
 
+def all_free(*ports):
+    with contextlib.ExitStack() as stack:
+        try:
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 @pytest.fixture(scope="module")
 def served(model_server, free_ports, server_process, tmp_path_factory):
     """Three environments, served as NeMo-Gym's. Gives the folder and the first port."""
     folder = tmp_path_factory.mktemp("served")
-    port = next(p for p in free_ports(20) if p < 65000)
+    port = next(port for port in free_ports(50) if port < 65000 and all_free(port, port + 1, port + 2))
     games = [f"{name.lower()}={GAMES}:{name}" for name in ("Stones", "Guess", "Broken")]
     command = [ENVGYM, "serve", *games, "--port", str(port), "--nemo-gym", folder / "gym", "--rows", "6"]
     command += ["--model-server", f"http://127.0.0.1:{model_server}"]
