@@ -12,6 +12,10 @@ from pydantic import BaseModel
 from envgym.errors import InvalidStep
 
 
+# Made once: it takes longer to make one than to encode a step. What refers to itself is a RecursionError all the same.
+_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False, separators=(",", ":"))
+
+
 def encode(body: BaseModel) -> bytes:
     """The body as strict JSON, in UTF-8.
 
@@ -19,7 +23,7 @@ def encode(body: BaseModel) -> bytes:
     JSON has no word for: a set, bytes, a number that is not finite.
     """
     try:
-        return json.dumps(body.model_dump(), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+        return _STRICT.encode(body.model_dump()).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidStep(f"{type(body).__name__} cannot be sent as JSON: {error}") from None
 

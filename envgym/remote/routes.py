@@ -77,6 +77,11 @@ ROUTES = (
 _by_path: dict[tuple[str, ...], dict[str, Route]] = {tuple(route.path.split("/")): {} for route in ROUTES}
 for _route in ROUTES:
     _by_path[tuple(_route.path.split("/"))][_route.method] = _route
+BRACES = 3
+"""Which part of a path may be in braces: that of `/v1/sessions/{session}/step`, say."""
+_by_rest = {
+    (*parts[:BRACES], *parts[BRACES + 1 :]): routes for parts, routes in _by_path.items() if "{" in "/".join(parts)
+}
 
 
 def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
@@ -88,9 +93,8 @@ def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
     exact = _by_path.get(tuple(parts))
     if exact is not None and "{" not in path:
         return exact, []
-    for pattern, routes in _by_path.items():
-        if len(pattern) == len(parts) and "" not in parts[1:]:
-            values = [unquote(part) for name, part in zip(pattern, parts, strict=True) if name[:1] == "{"]
-            if values and all(name == part or name[:1] == "{" for name, part in zip(pattern, parts, strict=True)):
-                return routes, values
+    if len(parts) > BRACES and parts[BRACES]:
+        routes = _by_rest.get((*parts[:BRACES], *parts[BRACES + 1 :]))
+        if routes is not None:
+            return routes, [unquote(parts[BRACES])]
     raise Problem(404, "not-found", "there is nothing at this path; GET /openapi.json lists what there is")

@@ -83,6 +83,7 @@ class Transport:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             headers={"Content-Type": "application/json", **access.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
 
     async def close(self) -> None:
