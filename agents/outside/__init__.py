@@ -66,7 +66,12 @@ class Outside(Agent):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         conversation = Conversation(self.renderer, engine, observation.sampling, self.config.max_tokens)
         async with self._endpoint.session(conversation) as access:
-            answer = await self._answer(observation, task, access.base_url, access.key)
+            try:
+                answer = await self._answer(observation, task, access.base_url, access.key)
+            except InvalidOutcome:
+                if conversation.error is not None:  # the program failed because it was not answered
+                    raise conversation.error from None
+                raise
         if not conversation.turns:
             raise InvalidOutcome("agent", f"{self._command[0]} made no call to the policy")
         said = answer.rstrip("\n")

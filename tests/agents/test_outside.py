@@ -14,6 +14,7 @@ from envgym.agents.outside.conversation import Conversation
 from envgym.agents.outside.endpoint import TICKET, Endpoint
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
+from envgym.errors import InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout import Play, Runner
 from envgym.sampler import EpisodeSampler
@@ -215,6 +216,18 @@ def test_a_program_that_fails_is_a_failed_episode(renderer, tmp_path, source, sa
     [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), timeout=3)
     assert (episode.outcome.reason, episode.reward, episode.rows) == ("agent", None, [])
     assert says in episode.outcome.message
+
+
+def test_a_program_that_fails_because_the_policy_did_is_not_at_fault(renderer, tmp_path):
+    class Broken(Scripted):
+        async def generate(self, request):
+            raise InvalidOutcome("engine", "out of memory", retryable=True)
+
+    source = PLAIN + "    ask([{'role': 'user', 'content': 'x'}])"
+    [episode] = play(renderer, Broken(renderer, None), program(tmp_path, source))
+    assert (episode.outcome.reason, episode.outcome.message, episode.reward) == ("engine", "out of memory", None)
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), context=8)
+    assert episode.outcome.reason == "prompt_too_long"
 
 
 def test_a_command_that_does_not_exist_is_said(renderer):
