@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .blocking import OwnThread
+from .deadline import Deadline
 from .errors import CallTimeout, ConfigError, InvalidStep, ResetNeeded
 from .fingerprint import source_hash, text_hash
 from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
@@ -356,7 +357,7 @@ class CheckedEnv(Env):
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
-        deadline = asyncio.timeout(self.spec.config.call_timeout)
+        deadline = Deadline(self.spec.config.call_timeout)
         try:
             async with deadline:
                 if self._thread is not None and method.__name__ in self._blocking:

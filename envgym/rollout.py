@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from .agent import Agent
 from .config import RolloutConfig
+from .deadline import Deadline
 from .engines.base import ChatEngine, Engine, SamplingParams
 from .env import CheckedEnv, EnvSpec
 from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
@@ -162,13 +163,12 @@ class Runner:
         WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
         start = time.monotonic()
         env: CheckedEnv | None = None
-        deadline = asyncio.timeout(None)
+        deadline = Deadline(self.config.episode_timeout)
         try:
             env = spec.make()
             await env.acquire()  # waiting for a place is not the episode's own time
             start = time.monotonic()
             async with deadline:
-                deadline.reschedule(asyncio.get_running_loop().time() + self.config.episode_timeout)
                 # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
                 seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
                 episode = await self.agent.run(env, task, sampler, seed=seed)
@@ -220,7 +220,7 @@ class Runner:
         if not finished:
             return []
         spec = self.spec.of(group.task)
-        deadline = asyncio.timeout(self.config.episode_timeout)
+        deadline = Deadline(self.config.episode_timeout)
         try:
             async with deadline:
                 judged = await spec.score_group(group.task, finished)

@@ -43,9 +43,9 @@ def first_choice(answer: Any) -> Mapping[str, Any] | None:
 
 
 def usage_of(answer: Mapping[str, Any]) -> dict[str, int | None]:
-    """`prompt_tokens` and `completion_tokens`; None for what the API does not say."""
+    """`prompt_tokens` and `completion_tokens`; None for what the API does not say, or is no number of tokens."""
     usage = answer.get("usage")
     counts = {
         name: usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")
     }
-    return {name: count if isinstance(count, int) else None for name, count in counts.items()}
+    return {name: count if type(count) is int and 0 <= count < 2**31 else None for name, count in counts.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from envgym.deadline import standing_still
 from envgym.errors import InvalidOutcome
 
 FIRST_PAUSE = 0.5
@@ -45,7 +46,7 @@ class JsonCaller:
     """Posts JSON to one service, from one event loop.
 
     `secret` is sent as a bearer token and appears in no message. `requests_per_minute` spaces requests evenly.
-    When a server asks for a pause, all requests keep to it.
+    When a server asks for a pause, all requests keep to it. No `Deadline` moves on while a request waits for either.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class JsonCaller:
         self._tries = tries
         self._slots = asyncio.Semaphore(concurrency)
         self._interval = 60.0 / requests_per_minute if requests_per_minute else 0.0
+        self._line = asyncio.Lock()
         self._next_start = 0.0
         self._not_before = 0.0
         self._jitter = random.Random()
@@ -112,7 +114,7 @@ class JsonCaller:
                     break
                 self._counters["retries"] += 1
                 pause = FIRST_PAUSE * 2 ** (attempt - 1) * (1 - 0.5 * self._jitter.random())
-                await asyncio.sleep(max(min(pause, LONGEST_PAUSE), wait))
+                await asyncio.sleep(min(pause, LONGEST_PAUSE))  # for what was asked for, `_turn` waits
         self._counters["failures"] += 1
         tried = f" in {attempt} tries" if attempt > 1 else ""
         outcome = InvalidOutcome if reached else Unreachable
@@ -120,10 +122,13 @@ class JsonCaller:
 
     async def _turn(self) -> None:
         """Wait until the rate limit, and the pause a server asked for, allow a request."""
-        start = max(time.monotonic(), self._next_start)
-        self._next_start = start + self._interval
-        await _sleep_until(start)
-        await _sleep_until(self._not_before)
+        with standing_still():
+            async with self._line:  # in the order of arrival; who gives up leaves it, and takes no request's place
+                start = time.monotonic()
+                while (later := max(self._next_start, self._not_before)) > start:
+                    start = later
+                    await _sleep_until(start)
+                self._next_start = start + self._interval
 
     async def _try(self, url: str, body: Any) -> Any:
         if self._session is None:

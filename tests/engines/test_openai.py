@@ -134,6 +134,13 @@ def test_why_a_turn_ended(serving, reason, stopped):
     assert (reply.message.text, reply.stop_reason) == ("a part", StopReason(stopped))
 
 
+@pytest.mark.parametrize("count", [-4, True, 10**23, 2**31, 1.5, "7", None, [7]])
+def test_a_count_that_is_no_number_of_tokens_is_none(serving, count):
+    reply, counters = ask(serving, answering(lambda: says("fine", usage=(count, 2))))
+    assert (reply.prompt_tokens, reply.completion_tokens) == (None, 2)
+    assert counters["prompt_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("message", "text"),
     [
@@ -585,6 +592,12 @@ def test_as_many_requests_are_in_flight_as_the_rollout_plays(serving, tmp_path, 
 
     evaluate(serving, handler, tmp_path, 12, monkeypatch, rollout={"concurrency": 3})
     assert most == 3
+
+
+def test_waiting_for_the_rate_limit_is_not_the_episode_s_time(serving, tmp_path, monkeypatch):
+    settings = {"engine": {"requests_per_minute": 600}, "rollout": {"episode_timeout": 0.5, "retries": 0}}
+    groups, _ = evaluate(serving, answering(lambda: says("0")), tmp_path, 15, monkeypatch, **settings)
+    assert [group.episodes[0].outcome.status for group in groups] == [Status.COMPLETED] * 15
 
 
 def test_an_api_that_is_busy_at_first_is_asked_all_the_same(serving, tmp_path, monkeypatch):

@@ -188,6 +188,29 @@ def test_concurrency_and_rate_are_limited(serving):
     assert times[-1] - times[0] > 0.28
 
 
+def test_who_gives_up_waiting_takes_no_request_s_place(serving):
+    times = []
+
+    async def handler(request):
+        times.append(time.monotonic())
+        return says("fine")
+
+    async def main():
+        async with serving(handler) as url:
+            client = OpenAIChatClient(Chat(base_url=f"{url}/v1", model="m", requests_per_minute=200))
+            await client.complete("first")
+            waiting = [asyncio.create_task(client.complete(str(number))) for number in range(10)]
+            await asyncio.sleep(0.05)
+            for task in waiting:
+                task.cancel()
+            await client.complete("last")
+            await client.close()
+
+    asyncio.run(main())
+    assert len(times) == 2
+    assert 0.28 < times[1] - times[0] < 0.6
+
+
 def test_a_repeatable_answer_is_asked_for_once_and_kept_on_disk(serving, tmp_path):
     calls = 0
 
