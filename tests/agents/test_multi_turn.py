@@ -262,3 +262,21 @@ def test_tools_are_offered_and_calls_answered_by_the_tool_calling_agent_alone(ch
         rewards.append(episode.reward)
         prompts.append("look_up" in renderer.tokenizer.decode(list(engine.requests[0].token_ids)))
     assert (rewards, prompts) == ([1.0, 0.0], [True, False])
+
+
+def test_an_environment_is_told_what_is_said_beside_the_calls(chatml):
+    seen = []
+
+    class Library(Env):
+        async def reset(self, *, seed=None, options=None):
+            return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+
+        async def step(self, action: Action):
+            seen.append((action.text, action.content))
+            return None, 0.0, True, False, {}
+
+    renderer = renderer_of(chatml.tokenizer.name_or_path, THINKING)
+    called = 'I look.<tool_call>\n{"name": "look_up", "arguments": {"name": "x"}}\n</tool_call>'
+    for said in (called, "No."):
+        play(renderer, Says(renderer, said), Library, agent=ToolCalling, size=1)
+    assert seen == [(called, "I look."), ("No.", None)]
