@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from envgym.errors import InvalidStep
 
-
 # Made once: it takes longer to make one than to encode a step. What refers to itself is a RecursionError all the same.
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False, separators=(",", ":"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -68,6 +67,14 @@ class Counters:
     """Entries of `info` that JSON could not carry."""
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A call that waits for its answer `until` then, by the loop's clock; what it fails with, where that is not why."""
+
+    until: float
+    failure: RemoteError | None = None
+
+
 class Transport:
     """Calls to one server from one event loop. Every call may be sent twice: the protocol makes that harmless."""
 
@@ -76,7 +83,8 @@ class Transport:
         self.last_heard = 0.0
         """The loop's time of the last answer, whatever it said."""
         self.counters = counters
-        self._waiting: dict[asyncio.Timeout, Callable[[], RemoteError]] = {}
+        self._waiting: dict[asyncio.Timeout, _Wait] = {}
+        self._alarm: asyncio.TimerHandle | None = None
         # No limit: each running episode has at most one request in flight, and none should wait for another's step.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
@@ -87,19 +95,29 @@ class Transport:
         )
 
     async def close(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         await self._session.close()
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
         now = asyncio.get_running_loop().time()
+        what = f"the server has given no sign of life for {seconds:.0f} s"
+        for deadline, wait in self._waiting.items():
+            if not deadline.expired():
+                wait.failure = RemoteError("connection", f"{self.url}: {what}", retryable=True)
+                deadline.reschedule(now)
 
-        def silent() -> RemoteError:
-            what = f"the server has given no sign of life for {seconds:.0f} s"
-            return RemoteError("connection", f"{self.url}: {what}", retryable=True)
-
-        for deadline in self._waiting:
-            self._waiting[deadline] = silent
-            deadline.reschedule(now)
+    def _watch(self) -> None:
+        """End the waits that are due, and come again when the next one is. A timer for each call costs more than to
+        encode its body."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for deadline, wait in self._waiting.items():
+            if wait.until <= now and not deadline.expired():
+                deadline.reschedule(now)
+        later = [wait.until for wait in self._waiting.values() if wait.until > now]
+        self._alarm = loop.call_at(min(later), self._watch) if later else None
 
     async def ask(
         self,
@@ -130,21 +148,22 @@ class Transport:
         A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
         `EnvgymError` where it names one, and else `RemoteError`; `Full` where a session finds no place.
         """
-
-        def slow() -> RemoteError:
-            what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-            return RemoteError("timeout", f"{self.url}: {what}", retryable=True)
-
         if self._session.closed:
             raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=False)
-        deadline = asyncio.timeout(seconds)
-        self._waiting[deadline] = slow
+        loop = asyncio.get_running_loop()
+        deadline = asyncio.timeout(None)
+        wait = self._waiting[deadline] = _Wait(loop.time() + seconds)
+        if self._alarm is None or wait.until < self._alarm.when():
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = loop.call_at(wait.until, self._watch)
         try:
             async with deadline:
                 return await self._call(method, path, body, patience)
         except TimeoutError:
             self.counters.failures += 1
-            raise self._waiting[deadline]() from None
+            what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
+            raise wait.failure or RemoteError("timeout", f"{self.url}: {what}", retryable=True) from None
         except Full:
             raise  # whoever asks for a place waits for it
         except EnvgymError:
