@@ -244,7 +244,7 @@ def nemo_gym_package() -> tuple[Path, dict[str, str]]:
     folder = Path.home() / ".cache" / "envgym" / "nemo-gym-0.4.0"
     lock = (NEMO_GYM / "requirements.txt").read_text()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as waiting:
+    with folder.with_name(f"{folder.name}.lock").open("w") as waiting:
         fcntl.flock(waiting, fcntl.LOCK_EX)  # another run of the tests may be making it
         made = folder / "requirements.txt"
         if not made.exists() or made.read_text() != lock:
