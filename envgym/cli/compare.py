@@ -39,9 +39,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if unknown := settings.keys() - {"evals_dir", "debug"}:
         raise ConfigError(f"envgym compare has no setting {unknown.pop()!r}: it takes evals_dir=FOLDER")
     comparison = compare(*(find_folder(name, settings["evals_dir"]) for name in (options.a, options.b)))
-    bound = options.fail_below
-    passed = bound is None or comparison.suite["difference"] >= bound
+    bound, suite = options.fail_below, comparison.suite
+    passed = bound is None or (suite is not None and suite["difference"] >= bound)
     gate = [] if bound is None else [("gate", f"{'passed: not' if passed else 'failed:'} below {bound:g}")]
+    if suite is None and bound is not None:
+        gate = [("gate", "failed: there is no difference of the whole")]
     print(json.dumps(comparison.as_dict(), indent=2) if options.json else _text(comparison, gate))
     return 0 if passed else 1
 
@@ -52,25 +54,31 @@ def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
 
     header = ["environment", "difference", "p", "better", "worse", "equal", "detectable"]
     rows = [[name, *_cells(env.paired.as_dict())] for name, env in comparison.envs.items()]
-    suite = comparison.suite
     lines = text_table([header, *rows])
     lines += ["", *(f"{name}: {text}" for name, env in comparison.envs.items() for text in _flipped(env.flips))]
-    summary = [
-        ("A", comparison.a),
-        ("B", comparison.b),
-        ("difference", f"{_difference(suite)}   B less A, 95% interval, {suite['n_tasks']} tasks"),
-        ("p", _p(suite["p_value"])),
-    ]
-    if suite["detectable"] is not None:
-        summary.append(("detectable", f"{suite['detectable']:.3f}   found four times in five, were it there"))
+    summary = [("A", comparison.a), ("B", comparison.b)]
+    if (suite := comparison.suite) is None:
+        summary.append(("difference", f"none of the whole: {', '.join(comparison.unpaired)} cannot be compared"))
+    else:
+        size = f"{suite['n_tasks']} tasks"
+        summary.append(("difference", f"{_difference(suite)}   B less A, 95% interval, {size}"))
+        summary.append(("p", _p(suite["p_value"])))
+        if suite["detectable"] is not None:
+            summary.append(("detectable", f"{_detectable(suite)}   found four times in five, were it there"))
     summary += [("note", note) for note in comparison.notes]
     return "\n".join([*lines, *([""] if lines[-1] else []), aligned([*summary, *gate])])
 
 
 def _cells(paired: dict[str, Any]) -> list[str]:
-    detectable = "" if paired["detectable"] is None else f"{paired['detectable']:.3f}"
     counts = [str(paired[name]) for name in ("better", "worse", "equal")]
-    return [_difference(paired), _p(paired["p_value"]), *counts, detectable]
+    return [_difference(paired), _p(paired["p_value"]), *counts, _detectable(paired)]
+
+
+def _detectable(paired: dict[str, Any]) -> str:
+    """Scores differ by 1 at most: a sample that could only show more than that shows nothing."""
+    if paired["detectable"] is None:
+        return ""
+    return f"{paired['detectable']:.3f}" if paired["detectable"] <= 1 else ">1"
 
 
 def _difference(paired: dict[str, Any]) -> str:

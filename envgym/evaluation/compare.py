@@ -15,6 +15,13 @@ from .folder import EvalFolder
 from .paired import POWER, Paired, paired_difference, sign_flip
 from .statistics import Mean, cluster_sums, suite_mean, t_quantile, t_quantile_975
 
+DESCRIBED = (("code", "code"), ("settings", "spec"))
+PLAYED = {
+    "sampling": "the two were sampled differently",
+    "agent": "the two were played by agents of other settings",
+    "split": "the two played other splits",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Flip:
@@ -41,17 +48,21 @@ class EnvComparison:
 
 @dataclass(slots=True)
 class Comparison:
-    """B against A. `notes` say what makes them less comparable than they look."""
+    """B against A. `notes` say what makes them less comparable than they look; `unpaired` are environments with a
+    weight in either that have no pair, for which reason there is no difference of the suite."""
 
     a: str
     b: str
     envs: dict[str, EnvComparison]
+    unpaired: list[str]
     notes: list[str]
 
     @property
-    def suite(self) -> dict[str, Any]:
+    def suite(self) -> dict[str, Any] | None:
         """The weighted mean of the environments' differences, with the keys of `Paired.as_dict`."""
         weighed = [env for env in self.envs.values() if env.weight]
+        if self.unpaired or not weighed:
+            return None
         if len(weighed) == 1:
             return weighed[0].paired.as_dict()
         means = [Mean(p.mean, p.low, p.high, p.n, p.stderr, p.n_clusters, "t") for p in (env.paired for env in weighed)]
@@ -62,42 +73,50 @@ class Comparison:
             for env in weighed
             for total, _ in cluster_sums(env.paired.differences, env.clusters)
         ]
-        df = sum(mean.n_clusters - 1 for mean in means)
-        detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr if df and mean.stderr else math.nan
+        df, detectable = sum(of.n_clusters - 1 for of in means), None
+        # Where all tasks of one environment differ alike its error is 0, which is not how sure anything is.
+        if not any(math.isnan(env.paired.detectable) for env in weighed):
+            detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr
         said = mean.as_dict()
+        counts = ("better", "worse", "equal", "only_a", "only_b")
         return {
             "difference": said["score"],
             "ci95": said["ci95"],
             "stderr": said["stderr"],
             "p_value": sign_flip(totals, 0),
-            "detectable": None if math.isnan(detectable) else detectable,
+            "detectable": detectable,
             "n_tasks": mean.n,
             "n_clusters": mean.n_clusters,
-            **{name: sum(getattr(env.paired, name) for env in weighed) for name in ("better", "worse", "equal")},
+            **{name: sum(getattr(env.paired, name) for env in weighed) for name in counts},
         }
 
     def as_dict(self) -> dict[str, Any]:
         envs = {name: env.as_dict() for name, env in self.envs.items()}
-        return {"a": self.a, "b": self.b, **self.suite, "envs": envs, "notes": self.notes}
+        suite = self.suite or {"difference": None}
+        return {"a": self.a, "b": self.b, **suite, "envs": envs, "unpaired": self.unpaired, "notes": self.notes}
 
 
 def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
     """Pair the tasks of two evaluations. Raises `RunError` where one is not finished or they share no task."""
     results = [_result(folder) for folder in (a, b)]
     episodes = [_by_part(folder) for folder in (a, b)]
-    notes = _notes(a, b, *results)
+    names, notes = _names(results)
+    notes += _notes(a, b, results, names)
     envs: dict[str, EnvComparison] = {}
-    for name in (name for name in results[0]["envs"] if name in results[1]["envs"]):
-        of_a, of_b = results[0]["envs"][name], results[1]["envs"][name]
-        scores_a, scores_b = (_scores(of.get(name, [])) for of in episodes)
-        both = [*episodes[0].get(name, []), *episodes[1].get(name, [])]
-        clusters = _clusters(both, of_a["cluster"])
+    unpaired = [n for n, env in results[0]["envs"].items() if n not in names and env["weight"]]
+    unpaired += [n for n, env in results[1]["envs"].items() if n not in names.values() and env["weight"]]
+    for name, name_b in names.items():
+        of_a = results[0]["envs"][name]
+        both = [episodes[0].get(name, []), episodes[1].get(name_b, [])]
+        scores_a, scores_b = map(_scores, both)
+        clusters = _clusters([*both[0], *both[1]], of_a["cluster"])
         paired = paired_difference(scores_a, scores_b, clusters=clusters)
         if not paired.n:
-            notes.append(
-                f"{name}: the two share no task with a score (another seed or other tasks make other problems)"
-            )
+            notes.append(f"{name}: no task has a score in both (another seed or other tasks make other problems)")
+            unpaired += [name] if of_a["weight"] else []
             continue
+        if paired.only_a or paired.only_b:
+            notes.append(f"{name}: {paired.only_a} tasks have a score in A alone and {paired.only_b} in B alone")
         threshold = of_a["success"]["threshold"]
         flips = [
             Flip(_task(key), fmean(scores_a[key]), fmean(scores_b[key]))
@@ -105,34 +124,44 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
             if _mostly(scores_a[key], threshold) != _mostly(scores_b[key], threshold)
         ]
         envs[name] = EnvComparison(paired, of_a["weight"], clusters, flips)
-        if of_a["weight"] != of_b["weight"]:
-            notes.append(f"{name}: its weights differ ({of_a['weight']:g} and {of_b['weight']:g}); that of A counts")
     if not any(env.weight for env in envs.values()):
         raise RunError(f"{a.path} and {b.path} have no task with a score in common: {'; '.join(notes) or 'no env'}")
-    return Comparison(str(a.path), str(b.path), envs, notes)
+    return Comparison(str(a.path), str(b.path), envs, unpaired, notes)
+
+
+def _names(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
+    """Which environment of A is which of B: those of one name. Where there is one each, they are the same one whatever
+    they are called (`my.py`, `./my.py`)."""
+    names = {name: name for name in results[0]["envs"] if name in results[1]["envs"]}
+    single = [[name for name, env in result["envs"].items() if env["weight"]] for result in results]
+    if [len(names_) for names_ in single] == [1, 1] and single[0] != single[1]:
+        [[name], [name_b]] = single
+        return {**names, name: name_b}, [f"{name} of A is compared with {name_b} of B"]
+    return names, []
 
 
 def _result(folder: EvalFolder) -> dict[str, Any]:
     result = folder.read_result()
     if result is None or result["status"] != "completed":
-        raise RunError(f"evaluation {folder.path} is not finished: envgym eval --resume {folder.path}")
+        raise RunError(f"evaluation {folder.path} is not finished: {folder.how_to_go_on}")
     return result
 
 
-def _notes(a: EvalFolder, b: EvalFolder, result_a: Mapping[str, Any], result_b: Mapping[str, Any]) -> list[str]:
-    notes = []
-    for name, one in result_a["envs"].items():
-        if (other := result_b["envs"].get(name)) is None:
-            notes.append(f"{name}: not in {b.path}")
-            continue
-        pairs = (("code", "code"), ("settings", "spec"))
-        changed = [word for word, key in pairs if one["fingerprints"][key] != other["fingerprints"][key]]
+def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+    one, other = results
+    notes = [f"{name}: not in {b.path}" for name in one["envs"] if name not in names]
+    notes += [f"{name}: not in {a.path}" for name in other["envs"] if name not in names.values()]
+    for name, name_b in names.items():
+        x, y = one["envs"][name], other["envs"][name_b]
+        changed = [word for word, key in DESCRIBED if x["fingerprints"][key] != y["fingerprints"][key]]
         if changed:
             notes.append(f"{name}: the environment has other {' and '.join(changed)} in the two")
-        if one["sampling"] != other["sampling"]:
-            notes.append(f"{name}: the two were sampled differently")
-    notes += [f"{name}: not in {a.path}" for name in result_b["envs"] if name not in result_a["envs"]]
-    if result_a["fingerprints"]["model"] == result_b["fingerprints"]["model"] is not None:
+        for key, says in PLAYED.items():
+            if x[key] != y[key]:
+                notes.append(f"{name}: {says}")
+        if x["weight"] != y["weight"]:
+            notes.append(f"{name}: its weights differ ({x['weight']:g} and {y['weight']:g}); that of A counts")
+    if one["fingerprints"]["model"] == other["fingerprints"]["model"] is not None:
         notes.append("both are of the same model")
     return notes
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from envgym.errors import RunError
+from envgym.folder_lock import held
 from envgym.journal import Journal, episode_line
 from envgym.recipes import read_yaml
 from envgym.run_folder import write_atomically
+from envgym.types import Episode
 
 from .plan import Part
 
@@ -50,34 +53,58 @@ class EvalFolder:
         saved = {**settings, "parts": [part.as_dict() for part in parts]}
         write_atomically(self.config_file, yaml.safe_dump(saved, sort_keys=False))
 
-    def remove_stillborn(self) -> None:
-        """Delete the folder where no episode ended and no process has said anything: nothing in it is worth a name."""
-        said = [path for path in (self.path / "logs").glob("*") if path.stat().st_size]
-        if not said and not self.journal.played():
+    def remove_stillborn(self) -> bool:
+        """Delete the folder where no episode ended: nothing in it is worth a name. Whether that was so.
+
+        Where a process has failed, an error names its log, and the folder stays.
+        """
+        if self.journal.played():
+            return False
+        if not any(path.stat().st_size for path in (self.path / "logs").glob("*")):
             shutil.rmtree(self.path, ignore_errors=True)
+        return True
 
     def read_config(self) -> dict[str, Any]:
         """What `create` was given. Raises `RunError` where this is no evaluation's folder."""
-        if not self.config_file.is_file() or "parts" not in (saved := read_yaml(self.config_file)):
+        saved = read_yaml(self.config_file)
+        if not isinstance(saved.get("parts"), list) or not saved["parts"]:
             raise RunError(f"{self.path} is not the folder of an evaluation")
         return saved
 
     def parts(self) -> list[Part]:
-        return [Part.from_dict(part) for part in self.read_config()["parts"]]
+        """The parts that `create` was given. Raises `RunError` where they cannot be read."""
+        try:
+            return [Part.from_dict(part) for part in self.read_config()["parts"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.config_file} is damaged ({type(error).__name__}): start a new evaluation") from None
 
-    def forget_failed(self) -> None:
-        """Take the episodes that failed out of the journal, in one rename, so that they are played again."""
-        failed = {place for place, episode in self.journal.judged().items() if episode.failed}
-        kept = [episode for place, episode in self.journal.played().items() if place not in failed]
-        write_atomically(self.journal.path, "".join(map(episode_line, kept)))
+    @property
+    def how_to_go_on(self) -> str:
+        return f"go on with: envgym eval --resume {self.path}"
+
+    def held(self) -> AbstractContextManager[None]:
+        """Nobody else evaluates here meanwhile. Raises `RunError` where somebody does."""
+        return held(self.path, "envgym eval")
+
+    def write_journal(self, episodes: Iterable[Episode]) -> None:
+        """Let the journal hold these and no others, in one rename."""
+        write_atomically(self.journal.path, "".join(map(episode_line, episodes)))
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         write_atomically(self.result_file, json.dumps(result, indent=2) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
+        """What `write_result` was given last. Raises `RunError` where it is not an evaluation's."""
         if not self.result_file.exists():
             return None
-        result: dict[str, Any] = json.loads(self.result_file.read_text(encoding="utf-8"))
+        try:
+            result = json.loads(self.result_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            result = None
+        if not isinstance(result, dict) or not {"status", "began", "seconds"} <= result.keys():
+            raise RunError(
+                f"{self.result_file} is damaged or not of an evaluation: delete it to go on from the episodes"
+            )
         return result
 
 
@@ -85,5 +112,6 @@ def find_folder(given: str, evals_dir: str) -> EvalFolder:
     """The evaluation that a name or a folder means. Raises `RunError` where there is none."""
     for path in (Path(given), Path(evals_dir) / given):
         if (path / "config.yaml").is_file():
+            EvalFolder(path).read_config()
             return EvalFolder(path)
     raise RunError(f"there is no evaluation {given!r} in {evals_dir}/, and no such folder")

@@ -16,9 +16,10 @@ SMALL = 2**24
 
 
 def model_fingerprint(model: str) -> str | None:
-    """The hash of a model folder's configuration, tokenizer and weights; None of a name that is no folder."""
-    folder = Path(model)
-    if not folder.is_dir():
+    """The hash of a model folder's configuration, tokenizer and weights; of a hub id, of what was fetched of it. None
+    where there is no folder: an API's model."""
+    folder = Path(model) if Path(model).is_dir() else _fetched(model)
+    if folder is None:
         return None
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -34,3 +35,12 @@ def model_fingerprint(model: str) -> str | None:
                 file.seek((size - PIECE) * piece // (PIECES - 1))
                 digest.update(file.read(PIECE))
     return digest.hexdigest()[:DIGITS]
+
+
+def _fetched(model: str) -> Path | None:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception:  # not installed, no hub id, or nothing of it here
+        return None

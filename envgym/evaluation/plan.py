@@ -62,6 +62,7 @@ def parts_of_suite(
 ) -> list[Part]:
     """The parts of an evaluation on a suite. `settings` are the caller's own and win over the suite's, which win over
     what the model, the file and the recipe say. Raises `EnvgymError` where a name or a setting cannot be used."""
+    greedy, settings = _greedily(settings)
     if "env" in settings or "data" in settings:
         raise ConfigError("a suite names its environments and their data: give either --suite or --env")
     parts = []
@@ -81,8 +82,8 @@ def parts_of_suite(
             raise ConfigError(f"{name}: {error}") from None
         asked = settings.get("eval", {})
         told = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in asked}
-        if "temperature" in settings.get("rollout", {}):
-            told["sampling"] = item.sampling.model_copy(update={"temperature": None})
+        if greedy or "temperature" in settings.get("rollout", {}):
+            told["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
         parts.append(Part(name, item.model_copy(update=told), config))
     return parts
 
@@ -91,11 +92,25 @@ def parts_of_env(
     settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None
 ) -> list[Part]:
     """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
+    greedy, settings = _greedily(settings)
     config = resolve(settings, recipe=recipe, file=file)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
-    parts = [Part(stage.env.name, sampled.model_copy(update={"samples": stage.eval.samples}), config)]
-    if stage.eval.greedy:
+    how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
+    parts = [Part(stage.env.name, sampled.model_copy(update=how), config)]
+    if stage.eval.greedy and not greedy:
         greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
         parts.append(Part(GREEDY, sampled.model_copy(update=greedily), config))
     return parts
+
+
+def _greedily(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
+    """Whether the caller wants the likeliest tokens (`rollout.temperature=0`), and the settings without that, which a
+    run cannot have."""
+    rollout = settings.get("rollout")
+    if not isinstance(rollout, Mapping) or isinstance(rollout.get("temperature"), bool):
+        return False, settings
+    if rollout.get("temperature") != 0:
+        return False, settings
+    rest = {key: value for key, value in rollout.items() if key != "temperature"}
+    return True, {**settings, "rollout": rest}

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config import Component, RunConfig
-from envgym.errors import ConfigError, EnvgymError
-from envgym.fingerprint import text_hash
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
+from envgym.fingerprint import task_hash, text_hash
 from envgym.models import fetch_model
 from envgym.placement import Place, make_agent, make_runner, running, set_up, start_sampling
 from envgym.rollout import Play
 from envgym.run_folder import RunFolder
-from envgym.types import Group, Task
+from envgym.types import Episode, Group, Task
 
 from .exports import write_exports
 from .folder import EvalFolder, find_folder
@@ -39,13 +40,15 @@ if TYPE_CHECKING:
 class Evaluation:
     """What is evaluated: parts of one model, the name of their suite if they have one, and the folder it is kept in.
 
-    Episodes that `folder` holds are not played again; `retry_failed` plays those that failed.
+    Episodes that `folder` holds are not played again; `retry_failed` plays those that failed. `fresh`: the folder was
+    made for this.
     """
 
     parts: Sequence[Part]
     folder: EvalFolder
     suite: str | None = None
     retry_failed: bool = False
+    fresh: bool = False
 
     @property
     def config(self) -> RunConfig:
@@ -73,7 +76,7 @@ def new_evaluation(
     folder = EvalFolder(Path(config.evals_dir) / (config.name or own_name))
     suite_name = None if suite is None else label
     folder.create(parts, {"suite": suite_name})
-    return Evaluation(parts, folder, suite_name)
+    return Evaluation(parts, folder, suite_name, fresh=True)
 
 
 def resumed_evaluation(name: str, evals_dir: str, *, retry_failed: bool = False) -> Evaluation:
@@ -85,23 +88,33 @@ def resumed_evaluation(name: str, evals_dir: str, *, retry_failed: bool = False)
 def run_evaluation(evaluation: Evaluation, display: Display) -> dict[str, Any]:
     """Play what is not played yet and return what `result.json` then holds.
 
-    Keys: status (`running`, `completed`), suite, model, seed, began, ended, seconds, fingerprints (of the model, and
-    envgym's version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures, unscored,
-    truncated and tokens of all parts; and `envs`: each part's `result_of`, its env, weight, samples, sampling and
-    fingerprints.
+    Keys: status (`running`, `completed`), suite, model, engine, seed, began, ended, seconds, fingerprints (of the
+    model, and envgym's version); the suite's score, ci95, stderr and n_tasks, by the weights; n_episodes, failures,
+    unscored, truncated and tokens of all parts; and `envs`: each part's `result_of`, its env, agent, weight, samples,
+    sampling and fingerprints.
     Raises `EnvgymError` where it cannot go on and `KeyboardInterrupt` at Ctrl-C; what ended is kept.
     """
-    done = evaluation.folder.read_result()
-    if done is not None and done["status"] == "completed" and not evaluation.retry_failed:
-        return done
-    try:
-        return asyncio.run(_run(evaluation, display))
-    except EnvgymError:
-        evaluation.folder.remove_stillborn()
-        raise
-    except KeyboardInterrupt:
-        path = evaluation.folder.path
-        raise KeyboardInterrupt(f"what ended is kept; go on with: envgym eval --resume {path}") from None
+    folder = evaluation.folder
+    with folder.held():
+        done = folder.read_result()
+        if done is not None and done["status"] == "completed" and not evaluation.retry_failed:
+            return done
+        try:
+            return asyncio.run(_run(evaluation, display))
+        except KeyboardInterrupt:
+            if evaluation.fresh and folder.remove_stillborn():
+                raise KeyboardInterrupt("no episode had ended") from None
+            raise KeyboardInterrupt(f"what ended is kept; {folder.how_to_go_on}") from None
+        except EnvgymError as error:
+            if evaluation.fresh and folder.remove_stillborn():
+                raise
+            if isinstance(error, WorkerError):  # whatever the worker died of, it was in the middle
+                raise type(error)(f"{error}; what ended is kept; {folder.how_to_go_on}") from None
+            raise
+        except OSError as error:
+            raise RunError(
+                f"{folder.path} cannot be written: {error.strerror or error}; what ended is kept; {folder.how_to_go_on}"
+            ) from None
 
 
 async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
@@ -111,52 +124,83 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
     logs = RunFolder(folder.path)
     logs.logs.mkdir(exist_ok=True)
     folder.journal.open()
-    if evaluation.retry_failed:
-        folder.forget_failed()
     kept = folder.journal.played()
+    failed = {place for place, episode in folder.journal.judged().items() if episode.failed}
+    if evaluation.retry_failed:
+        kept = {place: episode for place, episode in kept.items() if place not in failed}
     result = folder.read_result() or {"began": _now(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
     fingerprints: dict[str, dict[str, str]] = {}
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(running(config, logs))
         places: dict[str, Place] = {}  # what is played in several ways is set up once
+        tasks: list[list[Task]] = []
         for part in parts:
             key = part.stage.make_spec().to_json()
             if key not in places:
                 display.phase(f"setting up {part.name}")
                 places[key] = await stack.enter_async_context(set_up(part.config, part.stage, runtime))
+            spec = places[key].spec
+            tasks.append(await tasks_of(part, spec.tasks(part.env.split)))
+            _check_kept(part, tasks[-1], spec, kept)
         model = await fetch_model(stage.model, config, display)
-        result |= {"status": "running", "model": stage.model, "seed": config.seed, "suite": evaluation.suite}
-        result["fingerprints"] = _same_model(result, model)
-        folder.write_result(result)
         agents = []
         for part in parts:
             if not part.stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
                 part.stage.agent = Component(name=places[part.stage.make_spec().to_json()].spec.agent)
             agents.append(make_agent(part.stage, model))
         engine, context = await start_sampling(config, stage, list(places.values()), agents[0], model, display)
-        for number, (part, agent) in enumerate(zip(parts, agents, strict=True), 1):
-            spec = places[part.stage.make_spec().to_json()].spec
-            tasks = await tasks_of(part, spec.tasks(part.env.split))
-            count = f" ({number} of {len(parts)})" if len(parts) > 1 else ""
-            display.phase(f"evaluating {part.name}{count}")
-            runner = make_runner(part.config, part.stage, spec, agent, engine, context)
-            stop = agent.renderer.stop_token_ids if agent.renderer is not None else ()
-            groups[part.name] = await runner.play(
-                tasks,
-                Play(part.name, part.sampling(stop), part.samples),
-                display.rollout,
-                kept=kept,
-                on_episode=folder.journal.write,
-            )
-            fingerprints[part.name] = {**spec.fingerprint(), "tasks": _tasks_hash(groups[part.name])}
+        # Only now, as an engine or an API that does not start must not undo what there is.
+        result |= {"status": "running", "model": stage.model, "seed": config.seed, "suite": evaluation.suite}
+        result["engine"] = {"kind": stage.engine.kind, "base_url": stage.engine.base_url}
+        result["fingerprints"] = _same_model(result, model)
+        folder.write_result(result)
+        if evaluation.retry_failed:
+            folder.write_journal(kept.values())
+        try:
+            for number, (part, agent) in enumerate(zip(parts, agents, strict=True), 1):
+                spec = places[part.stage.make_spec().to_json()].spec
+                count = f" ({number} of {len(parts)})" if len(parts) > 1 else ""
+                display.phase(f"evaluating {part.name}{count}")
+                runner = make_runner(part.config, part.stage, spec, agent, engine, context)
+                stop = agent.renderer.stop_token_ids if agent.renderer is not None else ()
+                groups[part.name] = await runner.play(
+                    tasks[number - 1],
+                    Play(part.name, part.sampling(stop), part.samples),
+                    display.rollout,
+                    kept=kept,
+                    on_episode=folder.journal.write,
+                )
+                fingerprints[part.name] = {**spec.fingerprint(), "tasks": _tasks_hash(tasks[number - 1])}
+        finally:
+            result["seconds"] += time.monotonic() - began
+            result["ended"] = _now()
+            folder.write_result(result)
     envs = {part.name: _said_of(part, groups[part.name]) | {"fingerprints": fingerprints[part.name]} for part in parts}
-    result["seconds"] += time.monotonic() - began
-    result["ended"] = _now()
     result |= {"status": "completed", **_totals(parts, groups, envs), "envs": envs}
     write_exports(folder, result, groups)
     folder.write_result(result)
     return result
+
+
+def _check_kept(part: Part, tasks: Sequence[Task], spec: EnvSpec, kept: Mapping[tuple[str, int], Episode]) -> None:
+    """Mix no episodes of an environment or of data that have changed since. Raises `ConfigError` where they have."""
+    posed = {f"{part.name}/{index:05d}": task for index, task in enumerate(tasks)}
+    codes: dict[int, dict[str, str]] = {}
+    for (group, _), episode in kept.items():
+        if group.rpartition("/")[0] != part.name:
+            continue
+        task = posed.get(group)
+        changed = task is None or episode.fingerprints.get("task") != task_hash(task)
+        if task is not None and not changed:
+            own = spec.of(task)
+            now = codes.get(id(own)) or codes.setdefault(id(own), own.fingerprint())
+            changed = any(episode.fingerprints.get(name) != value for name, value in now.items())
+        if changed:
+            raise ConfigError(
+                f"{part.name}: its tasks, code or settings are not what they were when this evaluation began (task "
+                f"{episode.task.key}): start a new one"
+            )
 
 
 def _now() -> str:
@@ -180,7 +224,15 @@ async def tasks_of(part: Part, tasks: Any) -> list[Task]:
     count = min(size for size in (wanted, tasks.size) if size is not None)
     if not count:
         raise ConfigError(f"{part.name} has no tasks in the split {part.env.split!r}")
-    return [await tasks.get(index) for index in range(count)]
+    found = [await tasks.get(index) for index in range(count)]
+    field = part.env.cluster
+    if field is not None and not any(field in task.fields for task in found):
+        known = dict.fromkeys(name for task in found for name in task.fields)
+        has = f"their fields are {', '.join(known)}" if known else "they have none"
+        raise ConfigError(
+            f"{part.name}: no task has a field {field!r} to cluster by; {has}.{did_you_mean(field, known)}"
+        )
+    return found
 
 
 def _said_of(part: Part, groups: Sequence[Group]) -> dict[str, Any]:
@@ -189,6 +241,7 @@ def _said_of(part: Part, groups: Sequence[Group]) -> dict[str, Any]:
     return {
         **result_of(groups, success=part.env.success, cluster=part.env.cluster),
         "env": part.stage.env.model_dump(mode="json"),
+        "agent": part.stage.agent.model_dump(mode="json"),
         "split": part.env.split,
         "weight": part.env.weight,
         "cluster": part.env.cluster,
@@ -210,5 +263,5 @@ def _totals(
     return {**mean.as_dict(), **totals, "failures": dict(failures)}
 
 
-def _tasks_hash(groups: Sequence[Group]) -> str:
-    return text_hash(" ".join(group.episodes[0].fingerprints.get("task", "") for group in groups))
+def _tasks_hash(tasks: Sequence[Task]) -> str:
+    return text_hash(" ".join(map(task_hash, tasks)))

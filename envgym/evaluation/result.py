@@ -26,8 +26,8 @@ def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | N
     reward: the same of rewards, where they are not the scores.
     success: `rate`, `ci95` and the `threshold` from which on a score is a success.
     pass@k, pass^k, majority@k: by k, estimated without bias from the finished episodes of each task; k doubles up to
-      the episodes a task was given. A task with fewer is left out; where all are, the k is absent. Majorities exist
-      where the environment reads answers.
+      the episodes a task was given. A task with fewer is left out (`tasks_at_k` counts those that are in); where all
+      are, the k is absent. Majorities exist where the environment reads answers.
     variance: of scores `within` tasks and `between` them.
     n_episodes; failures (kind -> count), left out of every number above; unscored, finished without a score;
     truncated (count) and truncated_by (limit -> count), which count with what they earned; played_again, attempts
@@ -58,6 +58,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         **({} if rewards == scores else {"reward": clustered_mean(rewards, clusters).as_dict()}),
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
         **_at_k(groups, scores, successes),
+        "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
         "variance": {name: _known(value) for name, value in asdict(within_between_variance(scores)).items()},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
@@ -109,7 +110,6 @@ def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
 
 
 def _at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:
-    samples = max((len(group.episodes) for group in groups), default=1)
     votes = {
         group.id: [episode.answer for episode in group.episodes if not episode.failed and episode.score is not None]
         for group in groups
@@ -118,7 +118,7 @@ def _at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[st
     found: dict[str, dict[str, float]] = {"pass@k": {}, "pass^k": {}}
     if answered:
         found["majority@k"] = {}
-    for k in ks(samples):
+    for k in ks(_samples(groups)):
         of_tasks = {
             "pass@k": [pass_at_k(len(won), int(sum(won)), k) for won in successes.values()],
             "pass^k": [pass_hat_k(len(won), int(sum(won)), k) for won in successes.values()],
@@ -128,6 +128,10 @@ def _at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[st
             if known := [estimate for estimate in estimates if estimate is not None]:
                 found[name][str(k)] = fmean(known)
     return found
+
+
+def _samples(groups: Sequence[Group]) -> int:
+    return max((len(group.episodes) for group in groups), default=1)
 
 
 def _metrics(finished: Sequence[Episode]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from envgym.config import AUTO, Component, ComponentField, Section, validated
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
@@ -65,7 +65,8 @@ class Suite(Section):
 
     description: str = ""
     include: list[str] = Field(default_factory=list)
-    """Other suites, as `NAME` or `NAME:SIZE`, whose environments become part of this one as `NAME/ENVIRONMENT`."""
+    """Other suites, as `NAME` or `NAME:SIZE`, whose environments become part of this one as `NAME/ENVIRONMENT`. They
+    keep their own tasks, samples and sampling. Files are looked for beside this one."""
     sizes: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Tasks of each environment by the name of a size; one is chosen by `--suite NAME:SIZE`."""
     tasks: int | None = Field(None, ge=1)
@@ -74,6 +75,9 @@ class Suite(Section):
     """Episodes of each task."""
     sampling: Sampling = Sampling()
     environments: Annotated[dict[str, SuiteEnv], BeforeValidator(_env_alone)] = Field(default_factory=dict)
+
+    _within: tuple[Path, ...] = PrivateAttr(())
+    """The files of this suite and of those that include it, the innermost last."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -84,8 +88,8 @@ class Suite(Section):
                 raise ValueError(f"an environment of a suite needs a name without a slash, not {name!r}")
         if self.sizes and self.tasks is not None:
             raise ValueError("give a suite either `tasks` or `sizes`")
-        if self.environments and not any(env.weight for env in self.environments.values()):
-            raise ValueError("every environment has weight 0: then there is no score of the suite")
+        if not self.environments and self.model_fields_set & {"sizes", "tasks", "samples", "sampling"}:
+            raise ValueError("what a suite includes keeps its own tasks, samples and sampling: say them there")
         return self
 
     def of_size(self, size: str | None) -> dict[str, SuiteEnv]:
@@ -98,12 +102,19 @@ class Suite(Section):
         tasks = self.tasks if chosen is None else self.sizes[chosen]
         found: dict[str, SuiteEnv] = {}
         for included in self.include:
-            name, suite, its_size = find_suite(included)
-            found |= {f"{name}/{env}": item for env, item in suite.of_size(its_size).items()}
+            name, suite, its_size = find_suite(included, self._within)
+            for env, item in suite.of_size(its_size).items():
+                if f"{name}/{env}" in found:
+                    raise ConfigError(
+                        f"the suite includes two suites of the name {name!r}: an environment is in it once"
+                    )
+                found[f"{name}/{env}"] = item
         for name, item in self.environments.items():
             sampling = {**self.sampling.model_dump(), **item.sampling.model_dump(exclude_none=True)}
             own = {"sampling": Sampling(**sampling), "samples": item.samples or self.samples}
             found[name] = item.model_copy(update={**own, "tasks": item.tasks or tasks})
+        if not any(env.weight for env in found.values()):
+            raise ConfigError("every environment of the suite has weight 0: then it has no score")
         return found
 
 
@@ -112,14 +123,15 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
-def find_suite(given: str) -> tuple[str, Suite, str | None]:
-    """The name, the suite and the size that `NAME`, `NAME:SIZE`, `FILE.yaml` or `FILE.yaml:SIZE` means.
+def find_suite(given: str, within: tuple[Path, ...] = ()) -> tuple[str, Suite, str | None]:
+    """The name, the suite and the size that `NAME`, `NAME:SIZE`, `FILE.yaml` or `FILE.yaml:SIZE` means. `within` are
+    the files that include it, beside the last of which it is looked for.
 
     Raises `NameNotFound` for an unknown name, `ConfigError` for a file that is missing or malformed.
     """
     name, _, size = given.partition(":")
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        path = Path(name)
+        path = within[-1].parent / name if within else Path(name)
     elif name in suite_names():
         path = SHIPPED / f"{name}.yaml"
     else:
@@ -127,4 +139,8 @@ def find_suite(given: str) -> tuple[str, Suite, str | None]:
         raise NameNotFound(
             f"there is no suite {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}, and YAML files"
         )
-    return path.stem, validated(Suite, read_yaml(path), f"suite {path}"), size or None
+    if path.resolve() in (outer.resolve() for outer in within):
+        raise ConfigError(f"suite {path} includes itself")
+    suite = validated(Suite, read_yaml(path), f"suite {path}")
+    suite._within = (*within, path)
+    return path.stem, suite, size or None

@@ -46,7 +46,7 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         "failed": [_share(sum(env["failures"].values()), env["n_episodes"]) for _, env in items],
         "unscored": [_share(env["unscored"], env["n_episodes"]) for _, env in items],
         "truncated": [_share(env["truncated"], env["n_episodes"]) for _, env in items],
-        "tokens": [f"{env['tokens'] / max(1, env['n_episodes']):.0f}" for _, env in items],
+        "tokens": [_each(env["tokens"], env["n_episodes"] - sum(env["failures"].values())) for _, env in items],
         "turns": ["" if env["turns"] is None else f"{env['turns']:.1f}" for _, env in items],
         "p50 s": ["" if env["seconds"] is None else f"{env['seconds']['p50']:.2f}" for _, env in items],
     }
@@ -65,10 +65,19 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     lines = [("model", result["model"])]
     many = len(weighed) > 1
     how = f"mean of {len(weighed)} environments" + ("" if _same_weights(weighed) else " by their weights")
-    of_score = "some environment has no score" if many and result["score"] is None else score(result)
-    lines.append((label, of))
     size = f"{result['n_tasks']} tasks, {sum(env['n_episodes'] for env in weighed)} episodes"
-    lines.append(("score", f"{of_score}   95% interval, {f'{how}, ' if many else ''}{size}"))
+    lines.append((label, of))
+    if result["score"] is None:
+        missing = [name for name, env in result["envs"].items() if env["weight"] and env["score"] is None]
+        lines.append(("score", f"none: no episode of {', '.join(missing)} was scored"))
+    else:
+        lines.append(("score", f"{score(result)}   95% interval, {f'{how}, ' if many else ''}{size}"))
+    for name, env in result["envs"].items():
+        for k, count in env["tasks_at_k"].items():
+            if 0 < count < env["n_tasks"]:
+                lines.append(
+                    ("note", f"{name}: {count} of {env['n_tasks']} tasks have the {k} episodes that k={k} takes")
+                )
     if result["failures"]:
         lines.append(("failed", f"{counts(result['failures'])}   left out of every score"))
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
@@ -78,6 +87,10 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 
 def _same_weights(envs: Sequence[Mapping[str, Any]]) -> bool:
     return len({env["weight"] for env in envs}) == 1
+
+
+def _each(total: int, count: int) -> str:
+    return f"{total / count:.0f}" if count else ""
 
 
 def _number(value: float | None) -> str:

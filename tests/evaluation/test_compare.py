@@ -112,6 +112,43 @@ def test_what_makes_two_evaluations_less_alike_is_noted(play):
     assert "more: not in evals/a" in notes
 
 
+def test_an_environment_that_cannot_be_compared_leaves_no_difference_of_the_whole(play):
+    """A policy that breaks one environment altogether must not pass a gate by the others."""
+    two = {"environments": {"two": {"env": {"name": "scripted.py:Scripted"}, "tasks": 1}}}
+    a, b = play("a", 1.0, 0.5, **two), play("b", None, 0.5, **two)
+    found = compare(a, b)
+    assert (found.unpaired, found.suite, found.as_dict()["difference"]) == (["two"], None, None)
+    assert found.envs["one"].paired.mean == 0.0
+    assert any("1 tasks have a score in A alone and 0 in B alone" in note for note in found.notes)
+    done = subprocess.run([ENVGYM, "compare", "a", "b", "--fail-below=-1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "none of the whole: two cannot be compared" in done.stdout
+    assert "failed: there is no difference" in done.stdout
+    c = play("c", 1.0, 0.5)
+    assert compare(a, c).unpaired == compare(c, a).unpaired == ["two"]
+
+
+def test_one_environment_under_two_names_is_one(play, folder, tiny_model):
+    import shutil
+
+    a = play("a", 1.0, 0.0)
+    b = EvalFolder(Path("evals/b"))
+    shutil.copytree(a.path, b.path)
+    for path in (b.result_file, b.journal.path):
+        path.write_text(path.read_text().replace('"one"', '"./one"').replace('"one/', '"./one/'))
+    found = compare(a, b)
+    assert found.suite["n_tasks"] == 2
+    assert "one of A is compared with ./one of B" in found.notes
+
+
+def test_what_a_sample_could_show_is_not_told_where_it_is_not_known(play):
+    other = {"environments": {"two": {"env": {"name": "scripted.py:Scripted"}, "tasks": 2}}}
+    a, b = play("a", 0.0, 0.0, 0.0, **other), play("b", 0.0, 0.0, 1.0, **other)
+    found = compare(a, b)
+    assert found.envs["two"].paired.as_dict()["detectable"] is None  # its tasks all differ alike
+    assert found.suite["detectable"] is None
+
+
 def test_the_gate_is_the_exit_status(play, folder):
     play("a", 1.0, 1.0, 1.0, 0.0)
     play("b", 1.0, 0.0, 1.0, 0.0)
@@ -136,7 +173,7 @@ def test_mistakes_are_a_line(play, folder):
     result.write_text(json.dumps({**json.loads(result.read_text()), "status": "running"}))
     for words, said in {
         ("a", "nothing"): "no evaluation 'nothing' in evals/",
-        ("a", "a"): "is not finished: envgym eval --resume",
+        ("a", "a"): "is not finished: go on with: envgym eval --resume evals/a",
         ("a",): "the following arguments are required: B",
         ("a", "a", "--fail-below", "x"): "--fail-below: invalid float value",
     }.items():

@@ -128,6 +128,63 @@ def test_what_failed_is_played_again_where_that_is_asked_for(evaluated):
     assert result["envs"]["counted"]["n_tasks"] == 5
 
 
+def test_a_policy_that_does_not_start_undoes_nothing(evaluated, tiny_model):
+    result, folder = evaluated
+    journal = folder.journal.path.read_bytes()
+    weights = next(Path(tiny_model).glob("*.safetensors"))
+    hidden = weights.rename(weights.with_suffix(".hidden"))
+    try:
+        with pytest.raises(EnvgymError):
+            run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
+    finally:
+        hidden.rename(weights)
+    assert folder.journal.path.read_bytes() == journal
+    assert folder.read_result() == result
+
+
+def test_what_has_changed_since_is_no_way_to_go_on(evaluated):
+    _, folder = evaluated
+    folder.result_file.unlink()
+    Path("counted.py").write_text(COUNTED.replace("/ 20", "/ 10"))
+    done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "counted: its tasks, code or settings are not what they were" in done.stderr
+
+
+def test_one_process_at_a_time(evaluated):
+    _, folder = evaluated
+    with folder.held():
+        done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "another envgym eval is writing to evals/first" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("result.json", '{"status": "compl', "result.json is damaged"),
+        ("result.json", "{}", "result.json is damaged"),
+        ("config.yaml", "suite: x\nparts: [{name: a}]\n", "config.yaml is damaged"),
+        ("config.yaml", "suite: x\nparts: []\n", "is not the folder of an evaluation"),
+        ("config.yaml", "steps: 3\n", "is not the folder of an evaluation"),
+        ("episodes.jsonl", "nonsense\n", "episodes.jsonl, line 1: this is not an episode"),
+    ],
+)
+def test_a_damaged_folder_is_told_in_a_line(evaluated, name, text, said):
+    _, folder = evaluated
+    (folder.path / name).write_text(text)
+    if name == "episodes.jsonl":
+        folder.result_file.unlink()
+    with pytest.raises(EnvgymError, match=said):
+        run_evaluation(resumed_evaluation("first", "evals"), Display())
+
+
+def test_a_cluster_that_no_task_has_is_refused(tiny_model, folder):
+    suite = Suite(tasks=2, environments={"sums": {"env": "math_verify", "cluster": "pasage"}})
+    with pytest.raises(ConfigError, match="no task has a field 'pasage'"):
+        run_evaluation(new_evaluation(settings(tiny_model), suite=suite), Display())
+
+
 def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
     (folder / "suite.yaml").write_text("environments: {counted: {env: 'counted.py:Counted', tasks: 60, samples: 2}}\n")
     (folder / "slow").touch()
@@ -146,6 +203,7 @@ def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
     child.wait()
     before = journal.played()
     assert 20 <= len(before) < 120
+    assert {episode.outcome.reason for episode in before.values()} <= {"", "environment", "length"}
     with journal.path.open("a") as file:
         file.write('{"id": "cut sho')
     began = len((folder / "began.txt").read_text().split())
@@ -209,7 +267,7 @@ def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
     with pytest.raises(ConfigError, match="not what it was when this evaluation began"):
-        run_evaluation(resumed_evaluation("first", "evals"), Display())
+        run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
 
 
 def test_an_endless_environment_needs_a_number_of_tasks(tiny_model, folder):

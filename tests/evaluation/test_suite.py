@@ -52,7 +52,7 @@ def test_a_file_is_a_suite_too(tmp_path):
     ("text", "said"),
     [
         ("environments: {}\n", "needs environments"),
-        ("environments: {sums: {env: math_verify, weight: 0}}\n", "weight 0"),
+        ("samples: 4\ninclude: [arithmetic:smoke]\n", "keeps its own tasks, samples and sampling"),
         ("environments: {a/b: math_verify}\n", "without a slash"),
         ("tasks: 3\nsizes: {a: 2}\nenvironments: {a: math_verify}\n", "either `tasks` or `sizes`"),
         ("enviroments: {a: math_verify}\n", "Did you mean 'environments'"),
@@ -66,6 +66,44 @@ def test_a_mistake_in_a_suite_is_said_in_a_line(tmp_path, text, said):
         find_suite(write(tmp_path, text))
     assert "\n" not in str(error.value)
     assert "own.yaml" in str(error.value)
+
+
+def test_files_include_each_other_by_where_they_lie_and_none_itself(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/inner.yaml").write_text(
+        "tasks: 3\nenvironments: {a: math_verify, shown: {env: math_verify, weight: 0}}\n"
+    )
+    (tmp_path / "sub/outer.yaml").write_text(
+        "include: [inner.yaml, 'tool_use:smoke']\ntasks: 5\nenvironments: {b: math_verify}\n"
+    )
+    _, suite, _ = find_suite(str(tmp_path / "sub/outer.yaml"))
+    found = suite.of_size(None)
+    assert [name for name in found if not name.startswith("tool_use/")] == ["inner/a", "inner/shown", "b"]
+    assert (found["inner/a"].tasks, found["b"].tasks, found["tool_use/one_call"].tasks) == (3, 5, 16)
+    (tmp_path / "sub/inner.yaml").write_text("include: [outer.yaml]\n")
+    with pytest.raises(ConfigError, match=r"outer\.yaml includes itself"):
+        suite.of_size(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("environments: {sums: {env: math_verify, weight: 0}}\n", "weight 0"),
+        ("include: ['arithmetic:smoke', 'arithmetic:full']\n", "two suites of the name 'arithmetic'"),
+    ],
+)
+def test_what_only_all_environments_together_show(tmp_path, text, said):
+    _, suite, _ = find_suite(write(tmp_path, text))
+    with pytest.raises(ConfigError, match=said):
+        suite.of_size(None)
+
+
+def test_the_caller_may_want_the_likeliest_tokens():
+    settings = {"model": "starter", "rollout": {"temperature": 0, "max_tokens": 5}}
+    (part,) = parts_of_suite(SUMS, None, settings)
+    assert (part.sampling(()).temperature, part.sampling(()).max_tokens) == (0.0, 5)
+    (part,) = parts_of_env({**settings, "env": "math_verify"})
+    assert (part.sampling(()).temperature, part.env.weight) == (0.0, 1.0)
 
 
 def test_an_unknown_suite_names_the_nearest():
