@@ -45,7 +45,7 @@ SHORT = ["learner.shaping.overlong_length=16", "learner.shaping.overlong_buffer=
 OWN = {
     "ppo": ["roles.critic.lr=1e-3"],  # the starter's policy takes 3e-4, a critic a few times that
     "dr_grpo": ["learner.constant_length=16"],
-    "dapo": SHORT,
+    "dapo": [*SHORT, "learner.lr=1e-4"],  # 16 steps a rollout, on groups that are ever fewer
     "cispo": [*SHORT, "learner.lr=1e-4"],  # 16 steps a rollout that no clip holds back
     "gspo": ["learner.clip_low=0.03", "learner.clip_high=0.04"],  # the paper's bounds belong to a rate of 1e-6
 }
