@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field
 
+from envgym.deadline import standing_still
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
@@ -225,7 +226,8 @@ class RemoteEnv(CheckedEnv):
                 while True:
                     if self._place is not None and self._place.down and replicas.others(self._place):
                         self._leave()
-                    await self.acquire()
+                    with standing_still():  # waiting for a place is not the episode's own time
+                        await self.acquire()
                     assert self._place is not None
                     place = self._place
                     try:
