@@ -275,7 +275,7 @@ def test_places_that_others_take_are_waited_for_and_failing_that_it_is_the_capac
                 assert (raised.value.kind, raised.value.retryable) == ("capacity", True)
                 await env.close()
             await http.delete(f"{server.url}/v1/sessions/a")
-        groups = await roll(registry.spec(server.url), tasks=8, retries=0, episode_timeout=2.0)
+        groups = await roll(registry.spec(server.url), tasks=8, retries=0, concurrency=32, episode_timeout=2.0)
         assert failures(groups) == {}  # with one place, in turns: all together they take longer than any may
 
     asyncio.run(main())
