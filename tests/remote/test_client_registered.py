@@ -127,3 +127,19 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
 def test_a_relative_token_file_counts_from_the_file_that_names_it(tmp_path):
     Path("envgym.yaml").write_text("environments: {far: {urls: ['http://127.0.0.1:1/x'], token_file: keys/far}}")
     assert registry.spec("far").config.token_file == tmp_path / "project" / "keys" / "far"
+
+
+def test_a_name_is_a_member_of_a_mixture(game):
+    assert run("add", "numbers", f"{game.url}/game")[0] == 0
+
+    async def main() -> None:
+        members = {"near": {"env": "math_verify"}, "far": {"env": "numbers"}}
+        async with registry.spec("mixture", members=members) as spec:
+            tasks = [await spec.tasks("train").get(index) for index in range(8)]
+            task = next(task for task in tasks if task.env == "far")
+            env = spec.of(task).make()
+            observation, _ = await env.reset(seed=1, options={"task": task})
+            assert observation.messages[0].text == "Guess."
+            await env.close()
+
+    asyncio.run(main())
