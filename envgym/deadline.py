@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 class Deadline:
-    """`async with Deadline(seconds)`: like `asyncio.timeout`, but `standing_still` inside of it stops the clock, also in
+    """`async with Deadline(seconds)`: like `asyncio.timeout`, but `standing_still` stops the clock, inside of it and in
     tasks that were made there. Enter it once."""
 
     def __init__(self, seconds: float) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,21 @@ from .config import RunConfig, StageConfig
 from .env import CheckedEnv, EnvSpec, ListTasks
 from .errors import ConfigError, InvalidOutcome
 from .evaluation.statistics import Mean, clustered_mean
+from .fingerprint import task_hash
 from .placement import running, sampling_of
 from .rollout import Play, Runner
 from .run_folder import RunFolder
-from .saved_episodes import check_target, read_episodes, write_episodes
+from .saved_episodes import check_target, content_hash, read_episodes
 from .services import Policy, Services, start_services
 from .tasks import DataEnvSpec
 from .transcript import Transcript
 from .types import Action, Episode, Group, Outcome, Row, Segment, Status, Task, Turn
+from .unfinished import Unfinished
 
 if TYPE_CHECKING:
     from .display import Display
 
+PURPOSE = "score"
 BEFORE = "_before"
 """Ends the names of the metrics that keep what was said of an episode before."""
 UNUSED = "unused_turns"
@@ -47,17 +49,23 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     The environment is reset on the saved task and stepped with the recorded turns. What it says replaces reward, score,
     answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as they are.
 
-    Keys: env, episodes, judged, skipped (failed before: kind -> count), score and reward (each `before` and `after`, a
-    `Mean` or None), changed, short (truncated for want of turns), unused (ended before their last turn), failures (kind
-    -> count), seconds. Raises `EnvgymError`.
+    What an earlier call with the same settings and file has judged is not judged again, but by those that judge groups
+    together.
+
+    Keys: env, episodes, judged, skipped (failed before: kind -> count), score and reward (each a `Change`), parts (the
+    same two of each part of an evaluation or a rollout, by name; empty where there is one), changed, short (truncated
+    for want of turns), unused (ended before their last turn), failures (kind -> count), seconds. Raises `EnvgymError`;
+    Ctrl-C is a `KeyboardInterrupt` that says what is kept.
     """
     check_target(out, overwrite=overwrite)
     saved = read_episodes(source)
-    logs = Path(tempfile.mkdtemp(prefix="envgym-score-"))
     began = time.monotonic()
-    episodes = asyncio.run(_score(config, saved, RunFolder(logs), display))
-    shutil.rmtree(logs)
-    write_episodes(out, episodes)
+    work = Unfinished(out, overwrite=overwrite)
+    with work.held():
+        work.begin(_settings(config, content_hash(source)))
+        with work.playing():
+            episodes = asyncio.run(_score(config, saved, work, display))
+            work.finish(episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
 
 
@@ -126,7 +134,14 @@ def _paid(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
     ]
 
 
-async def _score(config: RunConfig, saved: Sequence[Episode], folder: RunFolder, display: Display) -> list[Episode]:
+def _settings(config: RunConfig, episodes: str) -> dict[str, Any]:
+    """Everything that a judgement depends on."""
+    stage = config.stages[-1].model_dump(mode="json")
+    run = {"seed": config.seed, "deterministic": config.deterministic}
+    return {"env": stage["env"], "data": stage["data"], **run, "episodes": episodes}
+
+
+async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, display: Display) -> list[Episode]:
     """The episodes as they are judged now, in the same order."""
     stage = config.stages[-1]
     spec = stage.make_spec()
@@ -134,17 +149,25 @@ async def _score(config: RunConfig, saved: Sequence[Episode], folder: RunFolder,
     tasks = {place: replace(episode.task) for place, episode in enumerate(saved) if not episode.failed}
     _refuse_policies(spec)
     _give(spec, list(tasks.values()))
-    folder.logs.mkdir(parents=True, exist_ok=True)
     display.phase(f"setting up {spec.id}")
     async with (
-        running(config, folder) as runtime,
+        running(config, RunFolder(work.path)) as runtime,
         start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
     ):
+        work.check_tasks({f"{PURPOSE}/{number:05d}": task for number, task in enumerate(tasks.values())}, spec)
+        if work.played:
+            display.note(f"{len(work.played)} episodes are kept from before")
         await _start(services, display)
         agent = Recorded({id(task): saved[place] for place, task in tasks.items()})
         runner = _runner(config, stage, spec, agent)
         display.phase("scoring")
-        groups = await runner.play(list(tasks.values()), Play("score", sampling_of(stage, ()), 1), display.rollout)
+        groups = await runner.play(
+            list(tasks.values()),
+            Play(PURPOSE, sampling_of(stage, ()), 1),
+            display.rollout,
+            kept=work.played,
+            on_episode=work.journal.write,
+        )
         judged = list(saved)
         for place, group in zip(tasks, groups, strict=True):
             [episode], old = group.episodes, saved[place]
@@ -212,17 +235,34 @@ def _before(old: Episode) -> dict[str, float]:
     return {f"{name}{BEFORE}": value for name, value in said.items()}
 
 
+def part_of(episode: Episode) -> str:
+    """What an episode was played for: a part of an evaluation, a rollout, or training, whose steps are one."""
+    part = episode.group.rpartition("/")[0]
+    return "training" if re.fullmatch(r"step-\d+-\d+", part) else part
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A mean over problems as it was and as it is now, over the same `episodes`: those that have a number both times.
+    Where none has, each mean is over those that have it. None: there is none."""
+
+    before: Mean | None
+    after: Mean | None
+    episodes: int
+
+
 def _summary(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if not old.failed]
     judged = [new for _, new in pairs if not new.failed]
+    parts: dict[str, list[tuple[Episode, Episode]]] = {}
+    for old, new in pairs:
+        parts.setdefault(part_of(old), []).append((old, new))
     return {
         "episodes": len(before),
         "judged": len(judged),
         "skipped": dict(Counter(old.outcome.reason for old in before if old.failed)),
-        **{
-            what: {"before": _mean([old for old, _ in pairs], what), "after": _mean(judged, what)}
-            for what in ("score", "reward")
-        },
+        **_changes(pairs),
+        "parts": {name: _changes(own) for name, own in parts.items()} if len(parts) > 1 else {},
         "changed": sum((old.score, old.reward) != (new.score, new.reward) for old, new in pairs if not new.failed),
         "short": sum(new.outcome.reason == RECORDING for new in judged),
         "unused": sum(UNUSED in new.metrics for new in judged),
@@ -230,10 +270,23 @@ def _summary(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, A
     }
 
 
+def _changes(pairs: Sequence[tuple[Episode, Episode]]) -> dict[str, Change]:
+    return {what: _change(pairs, what) for what in ("score", "reward")}
+
+
+def _change(pairs: Sequence[tuple[Episode, Episode]], what: str) -> Change:
+    judged = [pair for pair in pairs if not pair[1].failed]
+    both = [pair for pair in judged if all(getattr(episode, what) is not None for episode in pair)]
+    old, new = ([pair[which] for pair in both or judged] for which in (0, 1))
+    return Change(_mean(old, what), _mean(new, what), len(both))
+
+
 def _mean(episodes: Sequence[Episode], what: str) -> Mean | None:
-    """The mean over tasks of an episode's `score` or `reward`; None where no episode has one."""
+    """The mean over problems of an episode's `score` or `reward`; None where no episode has one."""
     values: dict[str, list[float]] = {}
     for episode in episodes:
         if (value := getattr(episode, what)) is not None:
-            values.setdefault(episode.task.key, []).append(value)
+            # The first task of every environment has the same key, and other data other tasks of the same one.
+            problem = f"{part_of(episode)}\0{task_hash(episode.task)}\0{episode.task.key}"
+            values.setdefault(problem, []).append(value)
     return clustered_mean(values) if values else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ConfigError, DataError, RunError, missing_package
+from .fingerprint import DIGITS
 from .journal import Journal, episode_line
 from .rollout_file import read_rollouts, write_rollouts
 from .types import Episode
@@ -25,6 +27,18 @@ def read_episodes(path: Path) -> list[Episode]:
     if not episodes:
         raise DataError(f"{path} holds no episodes")
     return episodes
+
+
+def content_hash(path: Path) -> str:
+    """A fingerprint of the files that `read_episodes` reads. Raises `DataError` like it."""
+    digest = hashlib.sha256()
+    for file in _files(path):
+        try:
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:DIGITS]
 
 
 def _files(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from envgym import registry
-from envgym.collecting import DEFAULT_TASKS, Selection, Unfinished, _check_played, _tasks, best_of
+from envgym.collecting import DEFAULT_TASKS, Selection, _tasks, best_of
 from envgym.display import Display
 from envgym.env import EnvSpec, ListTasks, SeedTasks
 from envgym.errors import ConfigError, DataError, RunError
@@ -22,6 +22,7 @@ from envgym.fingerprint import task_hash
 from envgym.journal import Journal
 from envgym.saved_episodes import read_episodes
 from envgym.types import Episode, Outcome, Task
+from envgym.unfinished import Unfinished
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 
@@ -149,7 +150,7 @@ def test_two_at_once_are_refused(folder, tiny_model):
         program.kill()
         program.wait()
     assert second.returncode == 2
-    assert "another envgym rollout is writing" in second.stderr
+    assert "another envgym is writing to out.jsonl.unfinished" in second.stderr
 
 
 def unfinished(folder, *, overwrite=False, settings=None):
@@ -176,6 +177,45 @@ def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     assert unfinished(tmp_path).played == {}
 
 
+@pytest.mark.parametrize("content", [None, b"", b"{", b"- 1", b"\xff"])
+@pytest.mark.parametrize("name", ["settings.yaml", "model", "episodes.jsonl"])
+def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, name, content):
+    (tmp_path / "model").mkdir()
+    unfinished(tmp_path).journal.write(member(0, 1.0))
+    file = tmp_path / "out.jsonl.unfinished" / name
+    if content is None:
+        file.unlink()
+    elif name == "episodes.jsonl":
+        file.write_bytes(content + b"\n" + file.read_bytes())
+    else:
+        file.write_bytes(content)
+    if name == "episodes.jsonl" and content is None:
+        assert unfinished(tmp_path).played == {}  # nothing is there that could differ
+        return
+    with pytest.raises(RunError, match=f"(?s)out.jsonl.unfinished holds episodes that .*{name}.*--overwrite"):
+        unfinished(tmp_path)
+    assert unfinished(tmp_path, overwrite=True).played == {}
+    unfinished(tmp_path).journal.write(member(0, 0.5))
+    assert [each.score for each in unfinished(tmp_path).played.values()] == [0.5]
+
+
+def test_where_the_folder_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "out.jsonl.unfinished").write_text("")
+    with pytest.raises(RunError, match="where episodes are kept, cannot be made: File exists"):
+        unfinished(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_in_the_end_leaves_the_episodes(tmp_path):
+    (tmp_path / "model").mkdir()
+    work = unfinished(tmp_path)
+    work.journal.write(member(0, 1.0))
+    (tmp_path / "out.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"cannot be written: Is a directory; 1 episodes are kept in .*unfinished; the"):
+        work.finish([member(0, 1.0)])
+    (tmp_path / "out.jsonl").rmdir()
+    assert len(unfinished(tmp_path).played) == 1
+
+
 def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
     spec, tasks = registry.spec("math_verify"), [Task("a", "1 + 1"), Task("b", "1 + 2")]
     episode = member(0)
@@ -183,11 +223,12 @@ def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
     episode.fingerprints = {**spec.fingerprint(), "task": task_hash(tasks[1])}
     work = unfinished(tmp_path)
     work.played = {(episode.group, 0): episode}
-    _check_played(work, tasks, spec, Selection())
+    posed = {f"rollout-train-00000/{index:05d}": task for index, task in enumerate(tasks)}
+    work.check_tasks(posed, spec)
     with pytest.raises(RunError, match="posed other tasks"):
-        _check_played(work, tasks[::-1], spec, Selection())
+        work.check_tasks(dict(zip(posed, tasks[::-1], strict=True)), spec)
     with pytest.raises(RunError, match="before the code of environment math_verify-v0 changed, or its settings"):
-        _check_played(work, tasks, registry.spec("math_verify", digits=3), Selection())
+        work.check_tasks(posed, registry.spec("math_verify", digits=3))
 
 
 # -- which tasks and which episodes -----------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Saved episodes judged again: the same turns on the same tasks, by another judge."""
 
 import asyncio
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +16,8 @@ from envgym import registry
 from envgym.config import resolve
 from envgym.display import Display
 from envgym.episode_record import to_record
-from envgym.errors import ConfigError, InvalidOutcome
+from envgym.errors import ConfigError, DataError, InvalidOutcome
+from envgym.journal import Journal
 from envgym.rescoring import recorded_actions, rescore, saved_groups
 from envgym.rollout import Play, Runner
 from envgym.saved_episodes import read_episodes, write_episodes
@@ -29,6 +34,7 @@ from envgym.types import (
     ToolCall,
     Turn,
 )
+from envgym.unfinished import Unfinished
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 
@@ -162,8 +168,8 @@ def test_a_reward_function_judges_the_saved_task_and_the_old_judgement_is_kept(f
     assert {k: v for k, v in before.items() if k not in kept} == {k: v for k, v in after.items() if k not in kept}
     assert before["rows"][0]["segments"] == after["rows"][0]["segments"]
     assert (result["judged"], result["changed"], result["failures"]) == (1, 1, {})
-    assert (result["score"]["before"].score, result["score"]["after"].score) == (0.5, 1 / 3)
-    assert (result["reward"]["before"].score, result["reward"]["after"].score) == (1.0, 3.0)
+    assert (result["score"].before.score, result["score"].after.score) == (0.5, 1 / 3)
+    assert (result["reward"].before.score, result["reward"].after.score) == (1.0, 3.0)
 
 
 def test_judging_again_keeps_the_last_judgement_alone(folder):
@@ -351,15 +357,143 @@ def expected_reward(folder, episode):
         return model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
 
 
+# -- several parts ----------------------------------------------------------------------------------------
+
+
+def test_tasks_of_one_key_in_several_parts_are_several_problems(folder):
+    """As in a suite, whose environments each call their first task `test-0`."""
+    easy = Task("test-0", "?", answer="1", fields={"level": 1})
+    hard = Task("test-0", "??", answer="2", fields={"level": 2})
+    episodes = [saved(["a"], group="easy/00000", task=easy, member=member, score=1.0) for member in range(3)]
+    episodes.append(saved(["four"], group="hard/00000", task=hard, score=0.0))
+    _, result = judge(folder, episodes, "length.py")
+    means = [result[what] for what in ("score", "reward")] + [part["score"] for part in result["parts"].values()]
+    assert list(result["parts"]) == ["easy", "hard"]
+    assert [mean.before and mean.before.score for mean in means] == [0.5, None, 1.0, 0.0]
+    assert [mean.after.score for mean in means] == [0.625, 2.5, 1.0, 0.25]
+    assert result["score"].after.n == 2
+
+
+def test_steps_of_training_are_one_part(folder):
+    episodes = [saved(["a"], group=f"step-00000{step}-0/00000", score=1.0) for step in (1, 2)]
+    assert judge(folder, episodes, "length.py")[1]["parts"] == {}
+
+
+def test_before_and_after_are_of_the_same_episodes(folder):
+    fails = saved([""], score=0.0)  # the function divides by the length
+    unscored = saved(["four"], task=Task("other", answer="4", fields={"level": 3}), group="rollout/00001")
+    _, result = judge(folder, [fails, saved(["a"], member=1, score=1.0), unscored], "length.py")
+    change = result["score"]
+    assert (change.before.score, change.after.score, change.episodes) == (1.0, 1.0, 1)
+    done = run(folder, "saved.jsonl", "--env", "length.py", "--out", "again.jsonl")
+    assert re.search(r"^score .* of the 1 episodes that have both$", done.stdout, re.MULTILINE)
+
+
+# -- scoring that is stopped ------------------------------------------------------------------------------
+
+SLOW_JUDGE = GAME.replace('"go"}], {}', '"go"}], await asyncio.sleep(0.2) or {}').replace("\n", "\nimport asyncio\n", 1)
+
+
+def test_what_was_judged_before_ctrl_c_is_not_judged_again(folder):
+    (folder / "slow.py").write_text(SLOW_JUDGE)
+    tasks = [Task(f"t{number}", str(number)) for number in range(8)]
+    write_episodes(folder / "saved.jsonl", [saved(["stop"], task=task, group=f"eval/{task.id}") for task in tasks])
+    command = ["saved.jsonl", "--env", "slow.py", "--out", "judged.jsonl", "rollout.concurrency=2"]
+    program = subprocess.Popen([ENVGYM, "score", *command], cwd=folder, stderr=subprocess.PIPE, text=True)
+    journal = folder / "judged.jsonl.unfinished" / "episodes.jsonl"
+    deadline = time.monotonic() + 60
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+        assert program.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program.send_signal(signal.SIGINT)
+    _, said = program.communicate(timeout=60)
+    count = journal.read_bytes().count(b"\n")
+    assert program.returncode == 130
+    assert said == (
+        f"envgym: interrupted: {count} episodes are kept in judged.jsonl.unfinished; the same command goes on from "
+        "there\n"
+    )
+    changed = run(folder, *command, "env.call_timeout=5")
+    assert "env.call_timeout was 120.0 and is 5.0" in changed.stderr
+    done = run(folder, *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{count} episodes are kept from before" in done.stdout
+    assert [each.reward for each in read_episodes(folder / "judged.jsonl")] == [1.0] * 8
+    assert [each.task.id for each in read_episodes(folder / "judged.jsonl")] == [task.id for task in tasks]
+    assert sorted(each[0][0] for each in heard(folder)) == [task.id for task in tasks]
+    assert not journal.parent.exists()
+
+
+def test_a_group_that_is_judged_together_is_so_when_it_goes_on(folder, monkeypatch):
+    texts = ["aaa", "a", "aa"]
+    episodes = [saved([text], member=member) for member, text in enumerate(texts)]
+    write = Journal.write
+    written = []
+
+    def full(journal, episode):
+        written.append(episode)
+        if len(written) > 2:
+            raise DataError("the disk is full")
+        write(journal, episode)
+
+    monkeypatch.setattr(Journal, "write", full)
+    with pytest.raises(DataError, match="the disk is full"):
+        judge(folder, episodes, "rank.py")
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert len(Journal(folder / "judged.jsonl.unfinished" / "episodes.jsonl").played()) == 2
+    new, _ = judge(folder, episodes, "rank.py")
+    assert [each.reward for each in new] == [2 / 3, 0.0, 1 / 3]
+    assert [each.group for each in new] == ["rollout/00000"] * 3
+
+
+def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
+    work = Unfinished(folder / "o.jsonl", overwrite=False)
+    write_episodes(folder / "saved.jsonl", [saved(["two"])])
+    with work.held():
+        work.begin({"env": {}, "episodes": "0"})
+        work.journal.write(saved(["two"]))
+    command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
+    assert "episodes was '0' and is" in run(folder, *command).stderr
+    assert run(folder, *command, "--overwrite").returncode == 0
+    assert len(read_episodes(folder / "o.jsonl")) == 1
+
+
+def test_a_target_that_cannot_be_written_in_the_end_costs_nothing(folder):
+    mkdir = 'open("heard.txt", "a") as file:'
+    (folder / "rude.py").write_text(GAME.replace(mkdir, f'{mkdir}\n            __import__("os").mkdir("judged.jsonl")'))
+    write_episodes(folder / "saved.jsonl", [saved(["stop"])])
+    command = ["saved.jsonl", "--env", "rude.py", "--out", "judged.jsonl"]
+    failed = run(folder, *command)
+    assert failed.returncode == 2
+    assert re.fullmatch(
+        r"envgym: error: judged.jsonl cannot be written: Is a directory; 1 episodes are kept in "
+        r"judged.jsonl.unfinished; the same command goes on from there\n",
+        failed.stderr,
+    )
+    (folder / "judged.jsonl").rmdir()
+    assert run(folder, *command).returncode == 0
+    assert len(heard(folder)) == 1
+
+
 # -- the command ------------------------------------------------------------------------------------------
 
 
 def run(folder, *words):
-    return subprocess.run([ENVGYM, "score", *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    """The command, which leaves no temporary file."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [ENVGYM, "score", *words], cwd=folder, capture_output=True, text=True, timeout=60, env=environ
+    )
+    assert list(temporary.glob("envgym-*")) == []
+    return done
 
 
 def test_the_command_says_what_came_of_it(folder):
-    write_episodes(folder / "saved.jsonl", [saved(["two"], score=0.5, reward=0.5), saved(["to"], member=1)])
+    write_episodes(folder / "saved.jsonl", [saved(["two"], score=0.5, reward=0.5), saved(["to"], member=1, score=0.5)])
     done = run(folder, "saved.jsonl", "--env", "length.py", "--out", "judged.parquet")
     assert (done.returncode, done.stderr) == (0, "")
     lines = dict(line.split(None, 1) for line in done.stdout.splitlines() if "  " in line)
@@ -367,7 +501,21 @@ def test_the_command_says_what_came_of_it(folder):
     assert lines["score"].startswith("0.500 [")
     assert "->  0.417 [" in lines["score"]
     assert lines["changed"] == "2 episodes"
+    assert not (folder / "judged.parquet.unfinished").exists()
     assert len(read_episodes(folder / "judged.parquet")) == 2
+
+
+def test_a_suite_has_a_line_for_each_environment(folder):
+    tasks = {part: Task("test-0", part, answer="1", fields={"level": 1}) for part in ("easy", "hard")}
+    episodes = [saved(["a"], group=f"{part}/00000", task=task, score=0.0) for part, task in tasks.items()]
+    write_episodes(folder / "saved.jsonl", episodes)
+    done = run(folder, "saved.jsonl", "--env", "length.py", "--out", "judged.jsonl")
+    assert re.findall(r"^( *\w+) +(\S+) .*->  (\S+)", done.stdout, re.MULTILINE) == [
+        ("score", "0.000", "1.000"),
+        ("  easy", "0.000", "1.000"),
+        ("  hard", "0.000", "1.000"),
+        ("reward", "none", "1.000"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -390,4 +538,4 @@ def test_a_mistake_is_one_line(folder, words, said):
     [line] = done.stderr.splitlines()
     assert line.startswith("envgym: error: ")
     assert said in line
-    assert not (folder / "o.jsonl").exists()
+    assert not list(folder.glob("o.jsonl*"))

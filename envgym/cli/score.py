@@ -13,6 +13,7 @@ from .parser import Parser, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.statistics import Mean
+    from envgym.rescoring import Change
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -21,13 +22,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "score",
         "FILE (--env E | --config FILE) --out FILE [key=value …]",
         "Judge the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) again, by an environment.\n"
-        "It is reset on each saved task and given the recorded turns; nothing is sampled.",
+        "It is reset on each saved task and given the recorded turns; nothing is sampled.\n"
+        "What was stopped or killed goes on where it was when the same command is given again.",
         "envgym score best.jsonl --env my_reward.py --out scored.parquet",
     )
     parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--out", metavar="FILE", help="where the judged episodes go: a .jsonl or .parquet file")
-    parser.add_argument("--overwrite", action="store_true", help="replace that file")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace that file, and what was kept of other settings"
+    )
     source, rest = _take_source(arguments)
     options, words = parser.parse_with_words(rest)
     if source is None:
@@ -67,10 +71,11 @@ def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
 
     skipped = f"; {sum(result['skipped'].values())} that had failed are as they were" if result["skipped"] else ""
     lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]
-    for what in ("score", "reward"):
-        before, after = result[what]["before"], result[what]["after"]
-        if before is not None or after is not None:
-            lines.append((what, f"{_mean(before)}  ->  {_mean(after)}   95% intervals"))
+    shown = [what for what in ("score", "reward") if result[what].before or result[what].after]
+    for what in shown:
+        lines.append((what, f"{_change(result[what])}   95% intervals{_both(result[what], result['judged'])}"))
+        if what == shown[0]:
+            lines += [(f"  {name}", _change(part[what])) for name, part in result["parts"].items()]
     lines.append(("changed", f"{result['changed']} episodes"))
     if result["short"]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
@@ -82,6 +87,14 @@ def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
         ("time", duration(result["seconds"])),
         ("file", out),
     ]
+
+
+def _change(change: Change) -> str:
+    return f"{_mean(change.before)}  ->  {_mean(change.after)}"
+
+
+def _both(change: Change, judged: int) -> str:
+    return f", of the {change.episodes} episodes that have both" if 0 < change.episodes < judged else ""
 
 
 def _mean(mean: Mean | None) -> str:
