@@ -299,6 +299,7 @@ def test_a_mixture_judges_each_task_by_its_member(folder):
 def test_an_environment_that_asks_the_policy_is_refused(folder):
     with pytest.raises(ConfigError, match="asks the policy itself"):
         judge(folder, [saved(["stop"])], "self_play.py:SelfPlay")
+    assert not list(folder.glob("judged*"))
 
 
 def test_a_function_that_wants_what_the_tasks_lack_is_refused_before_anything_is_judged(folder):
@@ -455,7 +456,7 @@ def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
         work.begin({"env": {}, "episodes": "0"})
         work.journal.write(saved(["two"]))
     command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
-    assert "episodes was '0' and is" in run(folder, *command).stderr
+    assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'\)", run(folder, *command).stderr)
     assert run(folder, *command, "--overwrite").returncode == 0
     assert len(read_episodes(folder / "o.jsonl")) == 1
 
