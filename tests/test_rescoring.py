@@ -456,7 +456,7 @@ def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
         work.begin({"env": {}, "episodes": "0"})
         work.journal.write(saved(["two"]))
     command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
-    assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'\)", run(folder, *command).stderr)
+    assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'[;)]", run(folder, *command).stderr)
     assert run(folder, *command, "--overwrite").returncode == 0
     assert len(read_episodes(folder / "o.jsonl")) == 1
 
