@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import uuid
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from envgym.types import Action, Episode, Judgement, Observation, Task
 from .access import access, parse_address
 from .remote_tasks import RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
-from .transport import Counters, Full, RemoteError, as_error
+from .transport import Counters, Full, HttpTransport, RemoteError, as_error
 from .wire import EnvDescription, Group, Opened, Opening, Step, Stepped, Verdict, Verdicts
 
 CLOSE_SECONDS = 10.0
@@ -32,15 +33,9 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 
-class RemoteConfig(EnvConfig):
+class ConnectionConfig(EnvConfig):
     """Settings of the connection. The environment's own are set where it is served."""
 
-    urls: tuple[str, ...] = ()
-    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
-    token_file: Path | None = None
-    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
-    ca_file: Path | None = None
-    """Certificates (PEM) that are trusted in place of the system's."""
     timeout: float = Field(default=660.0, gt=0)
     """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limit
     on an environment, 600 s, comes first."""
@@ -48,20 +43,26 @@ class RemoteConfig(EnvConfig):
     """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
 
 
-class RemoteEnvSpec(EnvSpec):
-    """The environment served at `id`, a URL, and at `config.urls`. Its instances are sessions there."""
+class RemoteConfig(ConnectionConfig):
+    """Also where the servers are, and what they are shown."""
+
+    urls: tuple[str, ...] = ()
+    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
+    token_file: Path | None = None
+    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
+    ca_file: Path | None = None
+    """Certificates (PEM) that are trusted in place of the system's."""
+
+
+class ServedEnvSpec(EnvSpec):
+    """An environment on servers, whichever way they are found. Its instances are sessions there."""
 
     agent = "tool_calling"  # whether it offers tools is known once it is reached; without them this is `multi_turn`
-    Config = RemoteConfig
-    config: RemoteConfig
+    Config = ConnectionConfig
+    config: ConnectionConfig
 
     def __init__(self, id: str, **kwargs: Any) -> None:
-        is_url = id.startswith(("http://", "https://"))
-        super().__init__(id.rstrip("/") if is_url else id, **kwargs)
-        urls = [*([self.id] if is_url else []), *self.config.urls]
-        if not urls:
-            raise ConfigError(f"environment {id}: urls says where it is served")
-        self.addresses = [parse_address(url) for url in urls]
+        super().__init__(id, **kwargs)
         self.counters = Counters()
         self._description: EnvDescription | None = None
         self._task_sets: dict[str, RemoteTasks] = {}
@@ -77,14 +78,9 @@ class RemoteEnvSpec(EnvSpec):
         return self._description
 
     @property
+    @abstractmethod
     def replicas(self) -> Replicas:
         """The servers, from this event loop."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._replicas:
-            servers = [address.server for address in self.addresses]
-            shown = access(servers, self.config.token_file, self.config.ca_file)
-            self._replicas[loop] = Replicas(self.addresses, shown, self.counters)
-        return self._replicas[loop]
 
     def fingerprint(self) -> dict[str, str]:
         """That of the environment where it is served, once it is known."""
@@ -95,15 +91,6 @@ class RemoteEnvSpec(EnvSpec):
         rooms = [replicas.room for replicas in self._replicas.values()]
         bounds = [bound for bound in (self.config.concurrency, *rooms) if bound is not None]
         return min(bounds, default=None)
-
-    async def setup(self) -> None:
-        """Ask the servers what they serve. Raises `EnvgymError` where nothing answers, or something else does."""
-        try:
-            # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
-            self._description = await self.replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
-        except BaseException:
-            await self.teardown()
-            raise
 
     async def teardown(self) -> None:
         replicas = self._replicas.pop(asyncio.get_running_loop(), None)
@@ -173,12 +160,47 @@ class RemoteEnvSpec(EnvSpec):
             logger.warning("%s: info[%r] cannot be sent as JSON and is left out", self.id, name)
 
 
+class RemoteEnvSpec(ServedEnvSpec):
+    """The environment served at `id`, a URL, and at `config.urls`."""
+
+    Config = RemoteConfig
+    config: RemoteConfig
+
+    def __init__(self, id: str, **kwargs: Any) -> None:
+        is_url = id.startswith(("http://", "https://"))
+        super().__init__(id.rstrip("/") if is_url else id, **kwargs)
+        urls = [*([self.id] if is_url else []), *self.config.urls]
+        if not urls:
+            raise ConfigError(f"environment {id}: urls says where it is served")
+        self.addresses = [parse_address(url) for url in urls]
+
+    @property
+    def replicas(self) -> Replicas:
+        loop = asyncio.get_running_loop()
+        if loop not in self._replicas:
+            servers = [address.server for address in self.addresses]
+            shown = access(servers, self.config.token_file, self.config.ca_file)
+            self._replicas[loop] = Replicas(
+                [Replica(address, HttpTransport(address.server, shown, self.counters)) for address in self.addresses]
+            )
+        return self._replicas[loop]
+
+    async def setup(self) -> None:
+        """Ask the servers what they serve. Raises `EnvgymError` where nothing answers, or something else does."""
+        try:
+            # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
+            self._description = await self.replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
+        except BaseException:
+            await self.teardown()
+            raise
+
+
 class RemoteEnv(CheckedEnv):
     """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is."""
 
-    spec: RemoteEnvSpec
+    spec: ServedEnvSpec
 
-    def __init__(self, spec: RemoteEnvSpec) -> None:
+    def __init__(self, spec: ServedEnvSpec) -> None:
         self.spec = spec
         self.env = self
         self.rng = random.Random()

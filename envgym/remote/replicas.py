@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from envgym.errors import ConfigError
 
-from .access import Access, Address
+from .access import Address
 from .leases import Leases
-from .transport import Counters, Full, RemoteError, Transport
+from .transport import Full, RemoteError, Transport
 from .wire import VERSION, EnvDescription, EnvList
 
 CONNECT_SECONDS = 30.0
@@ -23,15 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """One server of the environment, from one event loop.
+    """One server of the environment, from one event loop. It is given sessions in proportion to its room and `weight`.
 
     Our episodes hold `taken` of the `room` places we think it has for us (None: not known). `stated_room` is what it
     said it has; others may use it too.
     """
 
-    def __init__(self, address: Address, access: Access, counters: Counters) -> None:
+    def __init__(self, address: Address, transport: Transport, weight: float = 1.0) -> None:
         self.address = address
-        self.transport = Transport(address.server, access, counters)
+        self.transport = transport
+        self.weight = weight
         self.leases = Leases(self.transport, self._fell_silent)
         self.description: EnvDescription | None = None
         self.taken = 0
@@ -107,8 +108,8 @@ class Replica:
 class Replicas:
     """Spreads sessions over the servers by the share of their places that is taken."""
 
-    def __init__(self, addresses: Sequence[Address], access: Access, counters: Counters) -> None:
-        self._replicas = [Replica(address, access, counters) for address in addresses]
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = list(replicas)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._growing: dict[Replica, asyncio.TimerHandle] = {}
 
@@ -207,7 +208,7 @@ class Replicas:
         free = [replica for replica in ready or self._replicas if replica.room is None or replica.taken < replica.room]
         if not free:
             return None
-        best = min(free, key=lambda replica: replica.taken / (replica.room or 1))
+        best = min(free, key=lambda replica: replica.taken / ((replica.room or 1) * replica.weight))
         if best.down:  # one session finds out how it is; the others go elsewhere meanwhile
             best.try_at = now + 2 * LONGEST_PAUSE
         return best

@@ -1,10 +1,12 @@
-"""The client's requests to one server: one pool of connections, one deadline for all tries, one line per failure."""
+"""The client's requests to one server: one deadline for all tries, one line per failure; over HTTP, one pool of
+connections."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -34,6 +36,7 @@ class RemoteError(InvalidOutcome):
     | kind | what happened | retryable |
     |---|---|---|
     | `connection` | the server cannot be reached, or says nothing any more | yes |
+    | `no_server` | no server has joined, or all have gone | yes |
     | `session_lost` | the server does not know the session (any more): it was restarted, or the lease ran out | yes |
     | `capacity` | no place became free in time | yes |
     | `timeout` | no answer in time, of the server or of the environment | yes |
@@ -75,29 +78,37 @@ class _Wait:
     failure: RemoteError | None = None
 
 
-class Transport:
-    """Calls to one server from one event loop. Every call may be sent twice: the protocol makes that harmless."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered, or whoever stands before it. `retry_after` are seconds."""
 
-    def __init__(self, url: str, access: Access, counters: Counters) -> None:
+    status: int
+    content_type: str
+    content: bytes
+    retry_after: float = 1.0
+
+
+class Transport(ABC):
+    """Calls to one server, called `url`, from one event loop. Every call may be sent twice: the protocol makes that
+    harmless."""
+
+    def __init__(self, url: str, counters: Counters) -> None:
         self.url = url
         self.last_heard = 0.0
         """The loop's time of the last answer, whatever it said."""
         self.counters = counters
         self._waiting: dict[asyncio.Timeout, _Wait] = {}
         self._alarm: asyncio.TimerHandle | None = None
-        # No limit: each running episode has at most one request in flight, and none should wait for another's step.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"Content-Type": "application/json", **access.headers},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-        )
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         if self._alarm is not None:
             self._alarm.cancel()
-        await self._session.close()
+
+    @abstractmethod
+    async def _send(self, method: str, path: str, body: bytes | None) -> Answer:
+        """The server's answer to one try. Raises a `RemoteError` of kind `connection` where there is none."""
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
@@ -148,7 +159,7 @@ class Transport:
         A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
         `EnvgymError` where it names one, and else `RemoteError`; `Full` where a session finds no place.
         """
-        if self._session.closed:
+        if self._closed:
             raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=False)
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout(None)
@@ -179,21 +190,18 @@ class Transport:
             self.counters.requests += 1
             wait: float | None = None
             try:
-                async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
-                    content = await response.read()
-            except aiohttp.InvalidURL:
-                raise errors.ConfigError(
-                    f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME"
-                ) from None
-            except (aiohttp.ClientError, ConnectionError) as error:
-                failure = self._unreachable(error)
+                answer = await self._send(method, path, body)
+            except RemoteError as error:
+                if error.kind != "connection":
+                    raise
+                failure: EnvgymError = error
             else:
                 self.last_heard = now()
-                if response.ok:
-                    return content
-                failure = self._refused(method, path, response, content)
-                if response.status == 429 and not isinstance(failure, Full):
-                    wait = _retry_after(response)  # a proxy's: under the deadline, as often as it says
+                if answer.status < 400:
+                    return answer.content
+                failure = self._refused(method, path, answer)
+                if answer.status == 429 and not isinstance(failure, Full):
+                    wait = answer.retry_after  # a proxy's: under the deadline, as often as it says
                 elif not (isinstance(failure, RemoteError) and failure.kind == "connection"):
                     raise failure
             logger.debug("%s %s: %s", method, path, failure)
@@ -205,7 +213,50 @@ class Transport:
             self.counters.retries += 1
             await asyncio.sleep(wait)
 
-    def _unreachable(self, error: Exception) -> EnvgymError:
+    def _refused(self, method: str, path: str, answer: Answer) -> EnvgymError:
+        if answer.content_type == "application/problem+json":
+            try:
+                return as_error(self.url, ProblemBody.model_validate_json(answer.content))
+            except ValidationError:
+                pass
+        kind = "connection" if answer.status in (502, 503, 504) else "server"  # what a proxy says of no server
+        what = f"answered {method} {path} with {answer.status}, not as an envgym server would"
+        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
+
+
+class HttpTransport(Transport):
+    """Calls over connections that are made from here."""
+
+    def __init__(self, url: str, access: Access, counters: Counters) -> None:
+        super().__init__(url, counters)
+        # No limit: each running episode has at most one request in flight, and none should wait for another's step.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            headers={"Content-Type": "application/json", **access.headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+        )
+
+    async def close(self) -> None:
+        await super().close()
+        await self._session.close()
+
+    async def _send(self, method: str, path: str, body: bytes | None) -> Answer:
+        try:
+            async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
+                content = await response.read()
+        except aiohttp.InvalidURL:
+            raise errors.ConfigError(
+                f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME"
+            ) from None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise self._unreachable(error) from None
+        return Answer(
+            response.status, response.content_type, content, _retry_after(response) if response.status == 429 else 1.0
+        )
+
+    def _unreachable(self, error: Exception) -> RemoteError:
         address = urlsplit(self.url)
         cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
         if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
@@ -221,16 +272,6 @@ class Transport:
         else:
             what = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
         return RemoteError("connection", f"{self.url}: {what}", retryable=True)
-
-    def _refused(self, method: str, path: str, response: aiohttp.ClientResponse, content: bytes) -> EnvgymError:
-        if response.content_type == "application/problem+json":
-            try:
-                return as_error(self.url, ProblemBody.model_validate_json(content))
-            except ValidationError:
-                pass
-        kind = "connection" if response.status in (502, 503, 504) else "server"  # what a proxy says of no server
-        what = f"answered {method} {path} with {response.status} {response.reason}, not as an envgym server would"
-        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
 
 
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
