@@ -74,6 +74,10 @@ def new_evaluation(
     model = Path(parts[0].stage.model).name
     own_name = "-".join([Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
     folder = EvalFolder(Path(config.evals_dir) / (config.name or own_name))
+    number = 1
+    while config.name is None and folder.path.exists():  # another one of this process and second
+        number += 1
+        folder = EvalFolder(Path(config.evals_dir) / f"{own_name}-{number}")
     suite_name = None if suite is None else label
     folder.create(parts, {"suite": suite_name})
     return Evaluation(parts, folder, suite_name, fresh=True)

@@ -258,6 +258,12 @@ def test_a_name_is_taken_once_and_a_folder_without_an_episode_is_not_kept(evalua
         resumed_evaluation("third", "evals")
 
 
+def test_evaluations_without_a_name_do_not_meet(tiny_model, folder, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    paths = {new_evaluation(settings(tiny_model), suite=SUITE).folder.path for _ in range(3)}
+    assert len(paths) == 3
+
+
 def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
     import shutil
 
