@@ -86,6 +86,10 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         from .remote.client import RemoteEnvSpec
 
         return RemoteEnvSpec(name, **kwargs)
+    if name.startswith("joined://"):
+        from .remote.joined import JoinedEnvSpec
+
+        return JoinedEnvSpec(name, **kwargs)
     if names_file(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():

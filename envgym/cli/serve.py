@@ -7,13 +7,16 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 
 from .failures import Invocation
 from .parser import Parser, make_spec
+
+if TYPE_CHECKING:
+    from envgym.remote.limits import Limits
 
 N = TypeVar("N", int, float)
 _NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
@@ -23,15 +26,15 @@ _NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "serve",
-        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [key=value …]",
+        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--join URL] [key=value …]",
         "Serve environments over HTTP until Ctrl-C. Their addresses then stand wherever an environment does.",
         "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000/math_verify",
     )
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
-    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=int, default=8000, help="port; 0 takes a free one (8000)")
+    parser.add_argument("--host", metavar="H", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, help="port; 0 takes a free one (8000)")
     parser.add_argument(
         "--token-file", metavar="F", type=Path, help="clients: lines NAME TOKEN [max_sessions=N], or one token"
     )
@@ -44,6 +47,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
     parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
+    parser.add_argument(
+        "--join", metavar="URL", help="listen nowhere: dial the trainer at URL, and show it the token of --token-file"
+    )
+    parser.add_argument("--ca-file", metavar="F", type=Path, help="with --join: certificates to trust, as PEM")
+    parser.add_argument("--weight", metavar="W", type=float, help="with --join: its share of sessions is larger (1)")
     parser.add_argument(
         "--nemo-gym", metavar="DIR", type=Path, help="serve as NeMo-Gym's servers do; its config and rows go to DIR"
     )
@@ -61,6 +69,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds),
     )
 
+    if options.join is not None:
+        return join(specs, options, limits)
+    if options.ca_file is not None or options.weight is not None:
+        raise ConfigError("--ca-file and --weight go with --join URL")
+    options.host = "127.0.0.1" if options.host is None else options.host
+    options.port = 8000 if options.port is None else options.port
     if options.nemo_gym is not None:
         return serve_nemo_gym(specs, options)
     if options.model_server is not None:
@@ -80,6 +94,34 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
             token_file=options.token_file,
             tls_cert=options.tls_cert,
             tls_key=options.tls_key,
+        )
+    )
+    return 0
+
+
+def join(specs: dict[str, EnvSpec], options: Namespace, limits: Limits) -> int:
+    from envgym.remote.joining import serve_joined
+
+    listening = ("host", "port", "tls_cert", "tls_key", "nemo_gym", "model_server")
+    if wrong := [name for name in listening if getattr(options, name) is not None]:
+        raise ConfigError(f"--{wrong[0].replace('_', '-')} does not go with --join URL: nothing listens here then")
+    weight = 1.0 if options.weight is None else options.weight
+    if not 0 < weight <= 1e6:
+        raise ConfigError(f"--weight is above 0, and at most 1e6, not {weight:g}")
+
+    def on_joined() -> None:
+        for name, spec in specs.items():
+            print(f"serving {spec.id} as {name} to {options.join} (Ctrl-C ends it)", flush=True)
+
+    asyncio.run(
+        serve_joined(
+            specs,
+            options.join,
+            on_joined=on_joined,
+            limits=limits,
+            token_file=options.token_file,
+            ca_file=options.ca_file,
+            weight=weight,
         )
     )
     return 0

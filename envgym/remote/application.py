@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
+from yarl import URL
 
 from envgym.env import EnvSpec
 
@@ -72,13 +73,16 @@ class Application:
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
 
     @contextlib.asynccontextmanager
-    async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
-        """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
+    async def running(
+        self, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None
+    ) -> AsyncIterator[None]:
+        """Answer requests on `listener`, if any; on leaving, let those in flight finish and close every session."""
         runner = web.ServerRunner(Connections(self._handle, self._limits.max_body), shutdown_timeout=SHUTDOWN_SECONDS)
         await runner.setup()
         reaper = asyncio.create_task(self._reap())
         try:
-            await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
+            if listener is not None:
+                await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
             yield
         finally:
             self.sessions.draining = True
@@ -191,19 +195,30 @@ class Application:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every error is a problem, and the server lives on."""
         try:
-            route, call = await self._admit(request)
-            answer: bytes | web.StreamResponse | None = await getattr(self, route.name)(call)
+            answer = await self._carry_out(*await self._admit(request))
         except Problem as problem:
             return self._refuse(request, problem)
         except Exception:
-            logger.exception("%s %s", request.method, request.rel_url.raw_path)
-            return self._refuse(request, Problem(500, "internal-error", "a defect of the server; its log has more"))
-        if isinstance(answer, bytes):
-            answer = web.Response(body=answer, content_type="application/json")
-        elif answer is None:
-            answer = web.Response(status=204)
+            return self._refuse(request, _defect(request.method, request.rel_url.raw_path))
         answer.headers["Server"] = SERVER
         return answer
+
+    async def answer(self, client: Client, method: str, target: str, body: bytes) -> web.Response:
+        """The answer to a request that did not come over HTTP, of a client that was let in. `target` is a path with
+        its query. Every error is a problem."""
+        try:
+            return await self._carry_out(*_admitted(client, method, target, body))
+        except Problem as problem:
+            self._count_refusal(problem.body)
+            return problem_response(problem)
+        except Exception:
+            return problem_response(_defect(method, target))
+
+    async def _carry_out(self, route: Route, call: Call) -> web.Response:
+        answer: bytes | web.Response | None = await getattr(self, route.name)(call)
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="application/json")
+        return web.Response(status=204) if answer is None else answer
 
     async def _admit(self, request: web.BaseRequest) -> tuple[Route, Call]:
         """The route and the call of a request. Raises a `Problem` where it may not, or cannot, be carried out."""
@@ -226,7 +241,7 @@ class Application:
             raise _MethodNotAllowed(routes)
         call = Call(client, values)
         if route.query is not None:
-            call.query = _query(route.query, request)
+            call.query = _query(route.query, request.rel_url)
         if route.body is not None:
             call.raw = await self._read(request)
             call.body = _parse(route.body, call.raw)
@@ -269,6 +284,25 @@ class Application:
             self._counts.rejected.add(problem.kind)
 
 
+def _admitted(client: Client, method: str, target: str, body: bytes) -> tuple[Route, Call]:
+    url = URL(target, encoded=True)
+    routes, values = match(url.raw_path)
+    route = routes.get(method)
+    if route is None:
+        raise _MethodNotAllowed(routes)
+    call = Call(client, values)
+    if route.query is not None:
+        call.query = _query(route.query, url)
+    if route.body is not None:
+        call.raw, call.body = body, _parse(route.body, body)
+    return route, call
+
+
+def _defect(method: str, target: str) -> Problem:
+    logger.exception("%s %s", method, target)
+    return Problem(500, "internal-error", "a defect of the server; its log has more")
+
+
 _NO_ROUTES: tuple[Mapping[str, Route], list[str]] = ({}, [])
 
 
@@ -300,8 +334,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _query(model: type[BaseModel], request: web.BaseRequest) -> BaseModel:
-    given = request.rel_url.query
+def _query(model: type[BaseModel], url: URL) -> BaseModel:
+    given = url.query
     if len(given) > len(set(given)):
         raise Problem(422, "invalid-request", "a parameter of the query comes twice")
     try:

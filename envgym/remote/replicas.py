@@ -77,6 +77,11 @@ class Replica:
             raise ConfigError(f"{self.address} does not name one of the server's environments; there is {known}")
         return found[0]
 
+    @property
+    def load(self) -> float:
+        """The share of its places that is taken, by its weight."""
+        return self.taken / ((self.room or 1) * self.weight)
+
     def is_up(self) -> None:
         """It answered."""
         self.down, self._pause = False, FIRST_PAUSE
@@ -208,7 +213,7 @@ class Replicas:
         free = [replica for replica in ready or self._replicas if replica.room is None or replica.taken < replica.room]
         if not free:
             return None
-        best = min(free, key=lambda replica: replica.taken / ((replica.room or 1) * replica.weight))
+        best = min(free, key=lambda replica: replica.load)
         if best.down:  # one session finds out how it is; the others go elsewhere meanwhile
             best.try_at = now + 2 * LONGEST_PAUSE
         return best

@@ -1,0 +1,261 @@
+"""The trainer's address where servers join, and those that are there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import aiohttp
+from aiohttp import web
+from pydantic import ValidationError
+
+from envgym.errors import ConfigError
+
+from .application import refuse_web_pages
+from .connections import Connections, problem_response
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answered, Ask, Hello, pack, unpack
+from .server import listen, tls_context
+from .tokens import ANYONE, Client, Tokens
+from .transport import Answer
+from .wire import MAX_BODY, VERSION, Problem
+
+GONE_SECONDS = 120.0
+"""A server that has not come back for so long is forgotten: its sessions' leases have run out."""
+
+CLOSE_SECONDS = 2.0
+"""How long a server may take to say that it heard the end of a connection."""
+
+logger = logging.getLogger(__name__)
+Tell = Callable[["Member"], None]
+
+
+class Member:
+    """A server that joined, by the process that it is: its connection may drop and be made again. `told` is called
+    when it is there, is not, or takes no new sessions."""
+
+    def __init__(self, client: Client, hello: Hello, told: Callable[[Member], None]) -> None:
+        self._told = told
+        self.client = client
+        self.hello = hello
+        self.label = f"{hello.name}-{hello.instance[:4]}"
+        self.is_gone = False
+        self._socket: web.WebSocketResponse | None = None
+        self._there = asyncio.Event()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.closing: set[asyncio.Task[bool]] = set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes new sessions."""
+        return self._socket is not None and not self.hello.leaving
+
+    async def connected(self, seconds: float) -> bool:
+        """Wait for its connection. Returns whether it is there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._there.wait()
+        return self._there.is_set()
+
+    async def send(self, method: str, target: str, body: bytes | None) -> Answer:
+        """The answer to a request over the connection there is. Raises `ConnectionError` where it drops meanwhile."""
+        link = self._socket
+        if link is None:
+            raise ConnectionError("it is not connected")
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            ask = Ask.model_validate({"number": number, "method": method, "target": target})
+            await link.send_bytes(pack(ask, body or b""))
+            return await answer
+        except (aiohttp.ClientError, ConnectionError) as error:
+            answer.cancel()
+            if self._socket is link:  # it is closing; what it still says counts for nothing
+                self.drop()
+            raise ConnectionError(str(error)) from None
+        finally:
+            del self._waiting[number]
+
+    async def listen(self, link: web.WebSocketResponse) -> None:
+        """Hand on the answers that come over a connection, the newest this server has made, until it ends."""
+        self.drop()  # an older one, of which only the server knows that it is dead
+        self._socket = link
+        self._there.set()
+        self._told(self)
+        try:
+            async for message in link:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    answered, content = unpack(Answered, message.data)
+                    waiting = self._waiting.get(answered.number)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(Answer(answered.status, answered.content_type, content))
+                elif message.type is aiohttp.WSMsgType.TEXT:
+                    said = Hello.model_validate_json(message.data, strict=True)
+                    self.hello = self.hello.model_copy(update={"leaving": said.leaving})
+                    self._told(self)
+        except (ValidationError, ValueError):
+            logger.warning("%s sent what is no answer; its connection is closed", self.label)
+        finally:
+            if self._socket is link:
+                self.drop()
+
+    def drop(self) -> None:
+        """End the connection: the server, if it is well, makes a new one, and requests are sent again over that."""
+        link, self._socket = self._socket, None
+        if link is None:
+            return
+        self._there.clear()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the connection dropped"))
+        closing = asyncio.create_task(link.close(code=aiohttp.WSCloseCode.GOING_AWAY))
+        self.closing.add(closing)
+        closing.add_done_callback(self.closing.discard)
+        self._told(self)
+
+
+class Gate:
+    """One listening address, for all environments of an event loop that name it."""
+
+    _opening: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]] = WeakKeyDictionary()
+    _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], Gate]]] = WeakKeyDictionary()
+
+    def __init__(
+        self, host: str, port: int, token_file: Path | None, tls_cert: Path | None, tls_key: Path | None
+    ) -> None:
+        self.members: dict[tuple[str, str], Member] = {}
+        self.settings = (token_file, tls_cert, tls_key)
+        self._key = host, port
+        self._tell: list[Tell] = []
+        self._tokens = None if token_file is None else Tokens.read(token_file.expanduser())
+        self._tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
+        self._runner: web.ServerRunner | None = None
+        self._links: set[web.WebSocketResponse] = set()
+        self._forgetting: dict[Member, asyncio.TimerHandle] = {}
+
+    @classmethod
+    async def open(
+        cls, host: str, port: int, token_file: Path | None, tls_cert: Path | None, tls_key: Path | None, tell: Tell
+    ) -> Gate:
+        """The gate at `host:port`; `tell` hears of every server whose state changes, and of those there are.
+
+        Raises `ConfigError` for an address that is taken, unknown, or public without tokens, and for files that
+        cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        gates = cls._open.setdefault(loop, {})
+        async with cls._opening.setdefault(loop, asyncio.Lock()):
+            gate = gates.get((host, port))
+            if gate is None:
+                gate = cls(host, port, token_file, tls_cert, tls_key)
+                await gate._listen()
+                gates[host, port] = gate
+        if gate.settings != (token_file, tls_cert, tls_key):
+            raise ConfigError(f"joined://{host}:{port} is used with other tokens or certificates at the same time")
+        gate._tell.append(tell)
+        for member in gate.members.values():
+            tell(member)
+        return gate
+
+    async def _listen(self) -> None:
+        host, port = self._key
+        listener = listen(host, port, public=True)
+        bound = listener.getsockname()[0]
+        if not ipaddress.ip_address(bound).is_loopback:
+            if self._tokens is None:
+                listener.close()
+                raise ConfigError(
+                    f"refusing to let servers join at {host} without tokens: whoever can reach it could pose as an "
+                    "environment; set env.token_file, or use 127.0.0.1"
+                )
+            if self._tls is None:
+                logger.warning("servers join at %s without TLS: tokens and episodes can be read on the way", host)
+        self._runner = web.ServerRunner(Connections(self._handle, MAX_BODY), shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=128, ssl_context=self._tls).start()
+
+    async def leave(self, tell: Tell) -> None:
+        """Tell no more. The last one to leave closes the gate; the servers dial again."""
+        self._tell.remove(tell)
+        if self._tell:
+            return
+        self._open.get(asyncio.get_running_loop(), {}).pop(self._key, None)
+        for member in self.members.values():
+            member.drop()
+        for timer in self._forgetting.values():
+            timer.cancel()
+        closing = [link.close(code=aiohttp.WSCloseCode.GOING_AWAY) for link in self._links]
+        await asyncio.gather(*closing, *(task for member in self.members.values() for task in member.closing))
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            client = ANYONE
+            if self._tokens is None:
+                refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+            else:
+                client = self._tokens.client(request.headers.get("Authorization"))
+            link = web.WebSocketResponse(heartbeat=PING_SECONDS, timeout=CLOSE_SECONDS, max_msg_size=MAX_MESSAGE)
+            if not request.rel_url.path.endswith(JOIN_PATH) or not link.can_prepare(request):
+                raise Problem(404, "not-found", f"environments join here: envgym serve E --join URL ({JOIN_PATH})")
+        except Problem as problem:
+            response = problem_response(problem)
+            if not request.content.is_eof():
+                response.force_close()
+            return response
+        await link.prepare(request)
+        self._links.add(link)
+        try:
+            await self._welcome(client, link)
+        finally:
+            self._links.discard(link)
+            await link.close()
+        return link
+
+    async def _welcome(self, client: Client, link: web.WebSocketResponse) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = Hello.model_validate_json(await link.receive_str(), strict=True)
+        except (TimeoutError, TypeError, ValidationError, aiohttp.ClientError):
+            await link.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=b"it did not say who it is")
+            return
+        if hello.version != VERSION:
+            why = f"it speaks version {hello.version} of the protocol, the trainer version {VERSION}"
+            await link.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION, message=why.encode())
+            return
+        await link.send_str(Hello(instance=hello.instance, name="trainer").model_dump_json())
+        key = client.name, hello.instance
+        member = self.members.get(key)
+        if member is None:
+            member = self.members[key] = Member(client, hello, self._changed)
+        member.hello = hello
+        await member.listen(link)
+
+    def _changed(self, member: Member) -> None:
+        timer = self._forgetting.pop(member, None)
+        if timer is not None:
+            timer.cancel()
+        if not member.is_connected:
+            self._forgetting[member] = asyncio.get_running_loop().call_later(GONE_SECONDS, self._forget, member)
+        for tell in list(self._tell):
+            tell(member)
+
+    def _forget(self, member: Member) -> None:
+        del self._forgetting[member]
+        del self.members[member.client.name, member.hello.instance]
+        member.is_gone = True
+        for tell in list(self._tell):
+            tell(member)

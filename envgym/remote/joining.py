@@ -1,0 +1,210 @@
+"""`envgym serve --join`: a server behind a firewall dials the trainer, and answers it over that connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+from pydantic import ValidationError
+
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError
+from envgym.services import start_services
+
+from .access import Access, access
+from .application import Application
+from .connections import problem_response
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answered, Ask, Hello, pack, unpack
+from .limits import Limits
+from .server import check_name, check_servable, stop_signals
+from .tokens import Client
+from .transport import FIRST_PAUSE
+from .wire import MAX_BODY, Problem
+
+LONGEST_PAUSE = 15.0
+"""Seconds between two tries to reach the trainer, at most: it may be started long after the server."""
+CONNECT_SECONDS = 10.0
+TRAINER = Client("trainer")
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_joined(
+    specs: Mapping[str, EnvSpec],
+    url: str,
+    *,
+    on_joined: Callable[[], None],
+    limits: Limits | None = None,
+    token_file: Path | None = None,
+    ca_file: Path | None = None,
+    weight: float = 1.0,
+) -> None:
+    """Serve the environments, by their names, to the trainer that listens at `url`, until SIGINT or SIGTERM.
+
+    Nothing listens here. The trainer is dialled again whenever the connection is lost, for as long as it takes;
+    sessions outlive that as long as their leases. `on_joined` is called the first time. The end is that of `serve`.
+
+    Raises `ConfigError` where the trainer refuses this server, for files that cannot be used, and for an environment
+    that cannot be served.
+    """
+    for name, spec in specs.items():
+        check_name(name)
+        check_servable(spec)
+    url = check_join_url(url)
+    shown = access([url], token_file, ca_file)
+    stopping = asyncio.Event()
+    limits = limits or Limits()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(stop_signals(stopping))
+        for spec in specs.values():
+            await stack.enter_async_context(start_services(spec))
+        application = Application(specs, limits, None)
+        await stack.enter_async_context(application.running())
+        joining = Joining(application, url, shown, weight, on_joined)
+        running = asyncio.create_task(joining.run())
+        stopped = asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                await joining.leave()
+                await application.drain()
+        finally:
+            stopped.cancel()
+            running.cancel()
+            await asyncio.wait([running, stopped])
+        if not running.cancelled():
+            running.result()
+
+
+def check_join_url(url: str) -> str:
+    """The trainer's address without a slash at its end. Raises `ConfigError` for another form of URL."""
+    form = "it looks like http://TRAINER:PORT or https://TRAINER:PORT"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigError(f"--join: not a usable URL; {form}") from None
+    if parts.username is not None or parts.password is not None:  # not repeated here
+        raise ConfigError(f"--join takes no user or password: put the token into a file (--token-file F); {form}")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ConfigError(f"--join {url}: not a usable URL; {form}")
+    return url.rstrip("/")
+
+
+class Joining:
+    """The connection to one trainer, made again whenever it is lost."""
+
+    def __init__(
+        self, application: Application, url: str, shown: Access, weight: float, on_joined: Callable[[], None]
+    ) -> None:
+        self._application = application
+        self._url = url
+        self._shown = shown
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "server"
+        self._hello = Hello(instance=uuid.uuid4().hex, name=name, weight=weight)
+        self._on_joined: Callable[[], None] | None = on_joined
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Join, and join again. Raises `ConfigError` where the trainer refuses."""
+        pause, said = FIRST_PAUSE, ""
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._shown.tls),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            headers=self._shown.headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as http:
+            while True:
+                try:
+                    joined = await self._join(http)
+                    why = "the connection was lost"
+                except aiohttp.WSServerHandshakeError as error:
+                    if error.status in (401, 403):
+                        raise ConfigError(
+                            f"{self._url} refuses this server ({error.status}): it asks for a token that it knows "
+                            "(--token-file F)"
+                        ) from None
+                    joined, why = (
+                        False,
+                        f"there is nothing that servers can join (status {error.status})",
+                    )
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    joined, why = False, str(error) or type(error).__name__
+                if joined:
+                    pause, said = FIRST_PAUSE, ""
+                if why != said:
+                    logger.warning("%s: %s; trying again until it can be joined", self._url, why)
+                    said = why
+                await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # many servers lose one trainer at once
+                pause = min(pause * 2, LONGEST_PAUSE)
+
+    async def leave(self) -> None:
+        """Tell the trainer that no new sessions are taken."""
+        self._hello = self._hello.model_copy(update={"leaving": True})
+        if self._socket is not None:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                await self._socket.send_str(self._hello.model_dump_json())
+
+    async def _join(self, http: aiohttp.ClientSession) -> bool:
+        """Answer requests over one connection until it ends. Returns whether the trainer took this server."""
+        async with (
+            asyncio.timeout(CONNECT_SECONDS + HELLO_SECONDS) as deadline,
+            http.ws_connect(
+                self._url + JOIN_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE, autoclose=True
+            ) as link,
+        ):
+            await link.send_str(self._hello.model_dump_json())
+            first = await link.receive()
+            deadline.reschedule(None)
+            if first.type is not aiohttp.WSMsgType.TEXT:
+                if link.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+                    raise ConfigError(f"{self._url} refuses this server: {first.extra or 'it does not say why'}")
+                return False
+            self._socket = link
+            logger.info("joined %s", self._url)
+            if self._on_joined is not None:
+                self._on_joined()
+                self._on_joined = None
+            try:
+                async for message in link:
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        break
+                    task = asyncio.create_task(self._answer(link, message.data))
+                    self._answering.add(task)
+                    task.add_done_callback(self._answering.discard)
+            finally:
+                self._socket = None
+                for task in self._answering:  # the work goes on, and is waited for when the request comes again
+                    task.cancel()
+            return True
+
+    async def _answer(self, link: aiohttp.ClientWebSocketResponse, message: bytes) -> None:
+        try:
+            ask, body = unpack(Ask, message)
+        except (ValidationError, ValueError):
+            logger.warning("%s sent a request that is none", self._url)
+            await link.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
+            return
+        response = await self._application.answer(TRAINER, ask.method, ask.target, body)
+        if len(_content(response)) > MAX_BODY:
+            response = problem_response(Problem(413, "too-large", f"the answer has more than {MAX_BODY} bytes"))
+        head = Answered(number=ask.number, status=response.status, content_type=response.content_type)
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # asked again over the next connection
+            await link.send_bytes(pack(head, _content(response)))
+
+
+def _content(response: web.Response) -> bytes:
+    body = response.body
+    assert body is None or isinstance(body, bytes)
+    return body or b""

@@ -1,0 +1,403 @@
+"""Servers that dial the trainer: they come, go, freeze and lose their connection, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import envgym.registry as registry
+from envgym.errors import ConfigError
+from envgym.remote.client import RemoteError
+from envgym.types import Action
+
+from .test_client_faults import after, all_played, failures, roll
+from .test_walkthrough import PAGE, environment, run
+
+ENVGYM = Path(sys.executable).with_name("envgym")
+GAME = Path(__file__).with_name("game.py")
+TOKEN = "secret-0123456789abcdef"
+
+
+class Joined:
+    """`envgym serve game=… --join`; what the environment prints tells what it did."""
+
+    def __init__(self, url: str, folder: Path, *words: str, env: str = "GuessSpec") -> None:
+        self.log = folder / f"{time.monotonic_ns()}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [ENVGYM, "serve", f"game={GAME}:{env}", "--join", url, "--drain-seconds", "5", *words],
+                stdout=log, stderr=log, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+
+    def says(self, what: str, seconds: float = 20.0) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None and what not in self.log.read_text():
+            time.sleep(0.05)
+        return what in self.log.read_text()
+
+    @property
+    def episodes(self) -> int:
+        return self.log.read_text().count("closed\n")
+
+
+@pytest.fixture
+def join(tmp_path) -> Iterator[Callable[..., Joined]]:
+    servers: list[Joined] = []
+
+    def start(port: int, *words: str, **more: Any) -> Joined:
+        servers.append(Joined(f"http://127.0.0.1:{port}", tmp_path, *words, **more))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.send_signal(signal.SIGCONT)
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def spec_at(port: int, **settings: Any) -> Any:
+    return registry.spec(f"joined://127.0.0.1:{port}/game", **{"wait": 20.0, **settings})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+@contextlib.asynccontextmanager
+async def both_there(port: int) -> AsyncIterator[list[Any]]:
+    """Two servers have joined, and the address stays open; gives those that are there."""
+    async with spec_at(port) as spec:
+        servers = spec.replicas._replicas
+        await until(lambda: len(servers) == 2)
+        yield servers
+
+
+def test_one_is_killed_and_another_joins_in_mid_run(join, port):
+    first, second = join(port), join(port)
+    third: list[Joined] = []
+
+    async def main() -> None:
+        def change() -> None:
+            first.process.kill()
+            third.append(join(port))
+
+        async with both_there(port):
+            groups = await roll(spec_at(port, reconnect=1.0), on_episode=after(10, change), tasks=40)
+            assert all_played(groups)
+            assert failures(groups).keys() == {"connection"}
+            assert 1 <= sum(failures(groups).values()) <= 8
+
+    asyncio.run(main())
+    assert second.episodes > 20
+    assert third[0].episodes > 5
+
+
+def test_all_go_and_episodes_wait_for_the_next(join, port):
+    first = join(port)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def change() -> None:
+            first.process.kill()
+            loop.call_later(3, join, port)
+
+        groups = await roll(spec_at(port, reconnect=0.5), on_episode=after(10, change), episode_timeout=5.0)
+        assert all_played(groups)
+        assert set(failures(groups)) <= {"connection"}
+
+    asyncio.run(main())
+
+
+def test_none_there_is_a_failure_of_its_own_kind(join, port):
+    first = join(port)
+
+    async def main() -> None:
+        groups = await roll(spec_at(port, reconnect=0.5, wait=6.0), on_episode=after(10, first.process.kill), retries=1)
+        assert not all_played(groups)
+        assert failures(groups)["no_server"] >= 8
+        assert all(e.outcome.retryable for g in groups for e in g.episodes if e.failed)
+
+    asyncio.run(main())
+    with pytest.raises(RemoteError, match=r"no server has been there for 0\.3 s") as raised:
+        asyncio.run(spec_at(port, wait=0.3).setup())
+    assert (raised.value.kind, raised.value.retryable) == ("no_server", True)
+
+
+def test_a_server_that_is_asked_to_stop_finishes_what_it_has(join, port):
+    first, second = join(port), join(port)
+
+    async def main() -> None:
+        async with both_there(port):
+            groups = await roll(spec_at(port), on_episode=after(10, first.process.terminate), retries=0)
+            assert failures(groups) == {}
+            assert await asyncio.to_thread(first.process.wait, 20) == 0
+
+    asyncio.run(main())
+    assert first.episodes + second.episodes == 32
+
+
+@contextlib.asynccontextmanager
+async def cutting(port: int, every: int) -> AsyncIterator[tuple[int, list[int]]]:
+    """A way to `port` on which every nth packet of the trainer's or the server's ends its connection, lost."""
+    cuts = [0]
+    packets = 0
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal packets
+        try:
+            upstream, onward = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.close()
+            return
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            nonlocal packets
+            while data := await source.read(65536):
+                packets += 1
+                if packets % every == 0:
+                    cuts[0] += 1
+                    return
+                sink.write(data)
+
+        pumps = [asyncio.create_task(pump(reader, onward)), asyncio.create_task(pump(upstream, writer))]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for task in pumps:
+            task.cancel()
+        for end in (writer, onward):
+            end.transport.abort()
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], cuts
+
+
+def test_a_connection_that_drops_costs_nothing(join, port):
+    async def main() -> None:
+        async with cutting(port, 12) as (outside, cuts):
+            server = join(outside)
+            spec = spec_at(port)
+            groups = await roll(spec, retries=0)
+            assert failures(groups) == {}
+            assert cuts[0] >= 5
+            assert spec.counters.retries >= 5
+        assert server.episodes == 32
+
+    asyncio.run(main())
+
+
+def test_a_server_that_freezes_is_left_and_used_again(join, port, monkeypatch):
+    monkeypatch.setattr("envgym.remote.gate.PING_SECONDS", 0.6)
+    first = join(port)
+    second = join(port, "--weight", "0.5", "--max-sessions", "4")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def freeze() -> None:
+            first.process.send_signal(signal.SIGSTOP)
+            loop.call_later(6, first.process.send_signal, signal.SIGCONT)
+
+        async with both_there(port) as servers:
+            groups = await roll(spec_at(port, reconnect=1.0), on_episode=after(10, freeze), tasks=20)
+            assert all_played(groups)
+            assert set(failures(groups)) == {"connection"}
+            await until(lambda: not any(server.down for server in servers))  # it came back
+            assert len(servers) == 2
+
+    asyncio.run(main())
+    assert second.episodes > 4
+
+
+def test_sessions_go_where_room_times_weight_is(join, port):
+    light, heavy = join(port), join(port, "--weight", "3")
+
+    async def main() -> None:
+        async with spec_at(port) as spec:
+            await until(lambda: len(spec.replicas._replicas) == 2)
+            envs = [spec.make() for _ in range(16)]
+            for env in envs:
+                await env.reset(seed=1)
+            by_weight = {replica.weight: replica.taken for replica in spec.replicas._replicas}
+            assert by_weight == {1.0: 4, 3.0: 12}
+            for env in envs:
+                await env.close()
+
+    asyncio.run(main())
+    assert (light.episodes, heavy.episodes) == (4, 12)
+
+
+def test_a_wrong_token_is_refused_and_written_nowhere(join, port, tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for file, text in ((good, f"box {TOKEN}"), (bad, f"wrong-{TOKEN}")):
+        file.touch(0o600)
+        file.write_text(text)
+
+    async def main() -> None:
+        spec = spec_at(port, token_file=good)
+        setup = asyncio.create_task(spec.setup())
+        without, wrong = join(port), join(port, "--token-file", str(bad))
+        for server in (without, wrong):
+            assert await asyncio.to_thread(server.process.wait, 20) == 2
+            assert "refuses this server (401)" in server.log.read_text()
+            assert TOKEN not in server.log.read_text()
+        assert not setup.done()
+        right = join(port, "--token-file", str(good))
+        await asyncio.wait_for(setup, 20)
+        arguments = Path(f"/proc/{right.process.pid}/cmdline").read_bytes()
+        arguments += Path(f"/proc/{right.process.pid}/environ").read_bytes()
+        assert TOKEN.encode() not in arguments + right.log.read_bytes()
+        assert TOKEN not in spec.to_json() + repr(vars(spec))
+        async with aiohttp.ClientSession() as http:
+            for path in ("/v1/join", "/v1/envs"):
+                assert (await http.get(f"http://127.0.0.1:{port}{path}")).status == 401
+        await spec.teardown()
+
+    asyncio.run(main())
+
+
+def test_what_is_no_server_is_turned_away_and_the_others_stay(join, port):
+    join(port)
+
+    async def main() -> None:
+        spec = spec_at(port)
+        await spec.setup()
+        url = f"http://127.0.0.1:{port}/v1/join"
+        hello = '{"version":2,"instance":"%s","name":"x","weight":1}' % ("0" * 32)
+        async with aiohttp.ClientSession() as http:
+            assert (await http.get(url)).status == 404
+            page = await http.get(url, headers={"Origin": "http://evil.example"})
+            assert page.status == 403
+            for said in ("hello", hello.replace("2", "1"), hello.replace("1}", "-1}")):
+                async with http.ws_connect(url) as link:
+                    await link.send_str(said)
+                    assert (await link.receive()).type is aiohttp.WSMsgType.CLOSE
+                    assert link.close_code == 1008
+            async with http.ws_connect(url) as link:  # says the right thing, and then nonsense
+                await link.send_str(hello)
+                assert (await link.receive()).type is aiohttp.WSMsgType.TEXT
+                await link.receive_bytes()
+                await link.send_bytes(b"\xff\xfe{}")
+                assert (await link.receive()).type is aiohttp.WSMsgType.CLOSE
+        assert len(spec.replicas._replicas) == 1
+        env = spec.make()
+        await env.reset(seed=1)
+        await env.step(Action("1"))
+        await env.close()
+        await spec.teardown()
+
+    asyncio.run(main())
+
+
+def test_other_tasks_under_the_same_name_are_left_out_and_two_names_share_an_address(join, port):
+    first = join(port)
+
+    async def main() -> None:
+        async with spec_at(port) as spec, registry.spec(f"joined://127.0.0.1:{port}", wait=20.0) as again:
+            assert again.description == spec.description
+            other = join(port, "env.n=3")
+            assert await asyncio.to_thread(other.says, "serving")
+            await asyncio.sleep(0.5)
+            assert len(spec.replicas._replicas) == 1
+            groups = await roll(again, tasks=2, retries=0)
+            assert failures(groups) == {}
+        assert other.episodes == 0
+        assert first.episodes == 8
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("joined://0.0.0.0:9000/game", {}, "refusing to let servers join at 0.0.0.0 without tokens"),
+        ("joined://127.0.0.1/game", {}, "not a usable address"),
+        ("joined://me:pass@127.0.0.1:9000/game", {}, "no user or password"),
+        ("joined://127.0.0.1:9000/game", {"tls_cert": "c"}, "TLS takes both files"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_one_line(name, settings, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        asyncio.run(registry.spec(name, **settings).setup())
+    assert "pass@" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--join", "127.0.0.1:9"], "not a usable URL"),
+        (["--join", "http://a:pass@127.0.0.1:9"], "no user or password"),
+        (["--join", "http://127.0.0.1:9", "--port", "1"], "--port does not go with --join"),
+        (["--join", "http://127.0.0.1:9", "--weight", "0"], "--weight is above 0"),
+        (["--weight", "2"], "go with --join"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words, said):
+    done = subprocess.run(
+        [ENVGYM, "serve", f"{GAME}:GuessSpec", *words], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+    assert "pass@" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_pages_commands_train_on_a_server_that_joined(port, tmp_path, tiny_model):
+    def lines(where: str) -> list[str]:
+        [block] = re.findall(rf"^```sh\n# {where}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+        here = {"https://trainer": "https://localhost", "=trainer": "=localhost", "DNS:trainer": "DNS:localhost"}
+        for word, ours in {**here, "0.0.0.0": "127.0.0.1", "9000": str(port)}.items():
+            block = block.replace(word, ours)
+        return block.splitlines()
+
+    box, trainer = tmp_path / "env-box", tmp_path / "trainer"
+    box.mkdir()
+    trainer.mkdir()
+    [block] = re.findall(r"^```python\n(# secret_number.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (box / "secret_number.py").write_text(block)
+    *prepare, train = lines("on the trainer")
+    [serve] = lines("on env-box, behind a firewall")
+    for line in prepare:
+        run(line, trainer)
+    run(f"cp -p {trainer}/servers {trainer}/cert.pem .", box)
+    with (box / "log").open("w") as log:
+        server = subprocess.Popen(
+            f"exec {serve}", shell=True, cwd=box, env=environment(tmp_path), stdout=log, stderr=log
+        )
+    try:  # it is started first, and finds nobody
+        short = "steps=2 rollout.tasks=4 rollout.group_size=2 rollout.max_tokens=8 eval.tasks=4"
+        run(f"{train} --model {tiny_model} {short} engine.kind=transformers", trainer)
+    finally:
+        server.terminate()
+        assert server.wait(40) == 0
+    assert "serving" in (box / "log").read_text()
+    summary = trainer / "runs" / "joined" / "summary.json"
+    assert '"status": "completed"' in summary.read_text()
+    token = (trainer / "servers").read_text().split()[1]
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "servers"]
+    assert [path for path in written if token.encode() in path.read_bytes()] == []
