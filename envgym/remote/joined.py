@@ -15,7 +15,7 @@ from envgym.errors import ConfigError, EnvgymError
 from .access import Address
 from .client import ConnectionConfig, ServedEnvSpec
 from .gate import Gate, Member
-from .replicas import Replica, Replicas, check_same
+from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
 from .transport import Answer, Counters, RemoteError, Transport
 from .wire import MAX_BODY, EnvDescription
 
@@ -220,7 +220,7 @@ class JoinedReplicas(Replicas):
         """Take a server in that serves what is wanted."""
         replica = JoinedReplica(member, self._name, self._counters)
         try:
-            found = await replica.describe(RESUME_SECONDS)
+            found = await replica.describe(CONNECT_SECONDS)
             if self.description is not None:
                 check_same(self.description, found, replica.address)
         except EnvgymError as error:

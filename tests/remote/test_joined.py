@@ -21,6 +21,7 @@ import pytest
 import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote.client import RemoteError
+from envgym.remote.joining import serve_joined
 from envgym.types import Action
 
 from .test_client_faults import after, all_played, failures, roll
@@ -329,6 +330,52 @@ def test_other_tasks_under_the_same_name_are_left_out_and_two_names_share_an_add
         assert first.episodes == 8
 
     asyncio.run(main())
+
+
+def test_one_that_stays_away_is_forgotten(join, port, monkeypatch):
+    monkeypatch.setattr("envgym.remote.gate.GONE_SECONDS", 0.5)
+    first = join(port)
+
+    async def main() -> None:
+        async with spec_at(port) as spec:
+            servers = spec.replicas._replicas
+            old = servers[0]
+            first.process.kill()
+            await until(lambda: len(servers) == 0)
+            join(port)
+            groups = await roll(spec, tasks=2, retries=0)
+            assert failures(groups) == {}
+            assert old not in servers
+
+    asyncio.run(main())
+
+
+def test_what_is_too_large_for_a_message_is_refused_and_the_connection_stays(port, monkeypatch):
+    monkeypatch.setattr("envgym.remote.joining.MAX_BODY", 4000)
+    monkeypatch.setattr("envgym.remote.joined.MAX_BODY", 4000)
+
+    async def main() -> None:
+        served = {"game": registry.spec(f"{GAME}:GuessSpec")}
+        server = asyncio.create_task(
+            serve_joined(served, f"http://127.0.0.1:{port}/", on_joined=lambda: joined.append(1))
+        )
+        async with spec_at(port) as spec:
+            with pytest.raises(RemoteError, match="the answer has more than 4000 bytes") as raised:
+                await spec.tasks("train").get(0)  # it comes with a page of others
+            assert (raised.value.kind, raised.value.retryable) == ("refused", False)
+            env = spec.make()
+            await env.reset(seed=1)
+            with pytest.raises(RemoteError, match="a body has at most 4000 bytes"):
+                await env.step(Action("x" * 5000))
+            await env.reset(seed=1)
+            await env.step(Action("1"))
+            await env.close()
+        server.cancel()
+        await asyncio.wait([server])
+
+    joined: list[int] = []
+    asyncio.run(main())
+    assert joined == [1]
 
 
 @pytest.mark.parametrize(
