@@ -4,6 +4,7 @@ connections."""
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import socket
 from abc import ABC, abstractmethod
@@ -220,7 +221,8 @@ class Transport(ABC):
             except ValidationError:
                 pass
         kind = "connection" if answer.status in (502, 503, 504) else "server"  # what a proxy says of no server
-        what = f"answered {method} {path} with {answer.status}, not as an envgym server would"
+        phrase = http.client.responses.get(answer.status, "")
+        what = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
         return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
 
 
