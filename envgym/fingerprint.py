@@ -6,10 +6,14 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .types import Task
+from .types import Episode, Task
+
+if TYPE_CHECKING:
+    from .env import EnvSpec
 
 DIGITS = 16
 """Hexadecimal digits of a fingerprint: 64 bits."""
@@ -46,3 +50,20 @@ def task_hash(task: Task) -> str:
     """A fingerprint of what a task asks and of what answers it."""
     prompt = task.prompt if isinstance(task.prompt, str) else [message.as_dict() for message in task.prompt]
     return text_hash(json.dumps([prompt, task.answer, dict(task.fields), task.seed], sort_keys=True, default=str))
+
+
+def first_change(
+    episodes: Iterable[Episode], tasks: Mapping[str, Task], spec: EnvSpec
+) -> tuple[Episode, EnvSpec | None] | None:
+    """The first of `episodes` that was not played on what there is now: with None where its group is posed another of
+    the `tasks` (by group), else with the environment whose code or settings have changed. None where all were."""
+    known: dict[int, dict[str, str]] = {}
+    for episode in episodes:
+        task = tasks.get(episode.group)
+        if task is None or episode.fingerprints.get("task") != task_hash(task):
+            return episode, None
+        part = spec.of(task)
+        now = known.get(id(part)) or known.setdefault(id(part), part.fingerprint())
+        if any(episode.fingerprints.get(name) != value for name, value in now.items()):
+            return episode, part
+    return None

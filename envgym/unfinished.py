@@ -13,7 +13,7 @@ import yaml
 from .env import EnvSpec
 from .errors import DataError, RunError, WorkerError
 from .evaluation.model_fingerprint import model_fingerprint
-from .fingerprint import task_hash
+from .fingerprint import first_change
 from .folder_lock import held
 from .journal import Journal, Place
 from .run_folder import write_atomically
@@ -81,15 +81,14 @@ class Unfinished:
     def check_tasks(self, tasks: Mapping[str, Task], spec: EnvSpec) -> None:
         """Mix no episodes of an environment or of data that have changed since. `tasks` are those of the groups that
         are played, by their id."""
-        codes: dict[int, dict[str, str]] = {}
-        for (group, _), episode in self.played.items():
-            task = tasks.get(group)
-            if task is None or episode.fingerprints.get("task") != task_hash(task):
-                return self.differs(f"posed other tasks (one was {episode.task.key})")
-            part = spec.of(task)
-            now = codes.get(id(part)) or codes.setdefault(id(part), part.fingerprint())
-            if any(episode.fingerprints.get(name) != value for name, value in now.items()):
-                return self.differs(f"were played before the code of environment {part.id} changed, or its settings")
+        change = first_change(self.played.values(), tasks, spec)
+        if change is None:
+            return
+        episode, part = change
+        if part is None:
+            self.differs(f"posed other tasks (one was {episode.task.key})")
+        else:
+            self.differs(f"were played before the code of environment {part.id} changed, or its settings")
 
     def differs(self, how: str) -> None:
         """What is here cannot go on: begin anew where it may be overwritten, else raise `RunError`."""

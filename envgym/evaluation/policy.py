@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.config import Component, RunConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
-from envgym.fingerprint import task_hash, text_hash
+from envgym.fingerprint import first_change, task_hash, text_hash
 from envgym.models import fetch_model
 from envgym.placement import Place, make_agent, make_runner, running, set_up, start_sampling
 from envgym.rollout import Play
@@ -139,8 +139,8 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
         runtime = await stack.enter_async_context(running(config, logs))
         places: dict[str, Place] = {}  # what is played in several ways is set up once
         tasks: list[list[Task]] = []
-        for part in parts:
-            key = part.stage.make_spec().to_json()
+        keys = [part.stage.make_spec().to_json() for part in parts]
+        for part, key in zip(parts, keys, strict=True):
             if key not in places:
                 display.phase(f"setting up {part.name}")
                 places[key] = await stack.enter_async_context(set_up(part.config, part.stage, runtime))
@@ -149,9 +149,9 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
             _check_kept(part, tasks[-1], spec, kept)
         model = await fetch_model(stage.model, config, display)
         agents = []
-        for part in parts:
+        for part, key in zip(parts, keys, strict=True):
             if not part.stage.agent_config()[0].samples:  # it plays what is recorded, which says nothing of the policy
-                part.stage.agent = Component(name=places[part.stage.make_spec().to_json()].spec.agent)
+                part.stage.agent = Component(name=places[key].spec.agent)
             agents.append(make_agent(part.stage, model))
         engine, context = await start_sampling(config, stage, list(places.values()), agents[0], model, display)
         # Only now, as an engine or an API that does not start must not undo what there is.
@@ -163,7 +163,7 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
             folder.write_journal(kept.values())
         try:
             for number, (part, agent) in enumerate(zip(parts, agents, strict=True), 1):
-                spec = places[part.stage.make_spec().to_json()].spec
+                spec = places[keys[number - 1]].spec
                 count = f" ({number} of {len(parts)})" if len(parts) > 1 else ""
                 display.phase(f"evaluating {part.name}{count}")
                 runner = make_runner(part.config, part.stage, spec, agent, engine, context)
@@ -190,21 +190,12 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
 def _check_kept(part: Part, tasks: Sequence[Task], spec: EnvSpec, kept: Mapping[tuple[str, int], Episode]) -> None:
     """Mix no episodes of an environment or of data that have changed since. Raises `ConfigError` where they have."""
     posed = {f"{part.name}/{index:05d}": task for index, task in enumerate(tasks)}
-    codes: dict[int, dict[str, str]] = {}
-    for (group, _), episode in kept.items():
-        if group.rpartition("/")[0] != part.name:
-            continue
-        task = posed.get(group)
-        changed = task is None or episode.fingerprints.get("task") != task_hash(task)
-        if task is not None and not changed:
-            own = spec.of(task)
-            now = codes.get(id(own)) or codes.setdefault(id(own), own.fingerprint())
-            changed = any(episode.fingerprints.get(name) != value for name, value in now.items())
-        if changed:
-            raise ConfigError(
-                f"{part.name}: its tasks, code or settings are not what they were when this evaluation began (task "
-                f"{episode.task.key}): start a new one"
-            )
+    own = [episode for (group, _), episode in kept.items() if group.rpartition("/")[0] == part.name]
+    if change := first_change(own, posed, spec):
+        raise ConfigError(
+            f"{part.name}: its tasks, code or settings are not what they were when this evaluation began (task "
+            f"{change[0].task.key}): start a new one"
+        )
 
 
 def _now() -> str:
