@@ -19,7 +19,7 @@ from .errors import ConfigError, DataError
 from .evaluation.result import result_of
 from .models import fetch_model
 from .placement import make_agent, make_runner, prepared, sampling_of, start_sampling
-from .rollout import Play
+from .rollout import Play, group_ids
 from .run_folder import RunFolder
 from .saved_episodes import check_target
 from .types import Episode, Group, Task
@@ -109,7 +109,7 @@ async def _play(
     display.phase(f"setting up {stage.env.name}")
     async with prepared(config, stage, RunFolder(work.path)) as place:
         tasks = await _tasks(place.spec, selection, display)
-        work.check_tasks({f"{selection.purpose}/{index:05d}": task for index, task in enumerate(tasks)}, place.spec)
+        work.check_tasks(group_ids(selection.purpose, tasks), place.spec)
         model = await fetch_model(stage.model, config, display)
         work.check_model(model)
         if not stage.agent_config()[0].samples:  # it plays what is recorded, not the policy

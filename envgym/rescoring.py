@@ -18,7 +18,7 @@ from .errors import ConfigError, InvalidOutcome
 from .evaluation.statistics import Mean, clustered_mean
 from .fingerprint import task_hash
 from .placement import running, sampling_of
-from .rollout import Play, Runner
+from .rollout import Play, Runner, group_ids
 from .run_folder import RunFolder
 from .saved_episodes import check_target, content_hash, read_episodes
 from .services import Policy, Services, start_services
@@ -154,7 +154,7 @@ async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, 
         running(config, RunFolder(work.path)) as runtime,
         start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
     ):
-        work.check_tasks({f"{PURPOSE}/{number:05d}": task for number, task in enumerate(tasks.values())}, spec)
+        work.check_tasks(group_ids(PURPOSE, tasks.values()), spec)
         if work.played:
             display.note(f"{len(work.played)} episodes are kept from before")
         await _start(services, display)
@@ -237,8 +237,7 @@ def _before(old: Episode) -> dict[str, float]:
 
 def part_of(episode: Episode) -> str:
     """What an episode was played for: a part of an evaluation, a rollout, or training, whose steps are one."""
-    part = episode.group.rpartition("/")[0]
-    return "training" if re.fullmatch(r"step-\d+-\d+", part) else part
+    return "training" if re.fullmatch(r"step-\d+-\d+", episode.purpose) else episode.purpose
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .agent import Agent
@@ -37,6 +37,11 @@ class Play:
     purpose: str
     sampling: SamplingParams
     group_size: int
+
+
+def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
+    """The tasks of one way of playing, by the ids of their groups; `Episode.purpose` reads it back."""
+    return {f"{purpose}/{index:05d}": task for index, task in enumerate(tasks)}
 
 
 class Runner:
@@ -81,7 +86,7 @@ class Runner:
         given each episode as it ends, and once more where its group is judged together and that changed it.
         """
         kept, failures = kept or {}, Counter[str]()
-        groups = [Group(f"{play.purpose}/{index:05d}", task, []) for index, task in enumerate(tasks)]
+        groups = [Group(id, task, []) for id, task in group_ids(play.purpose, tasks).items()]
         done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(play.group_size))
         concurrency = self.config.concurrency
         waves = None

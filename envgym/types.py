@@ -381,6 +381,11 @@ class Episode:
     def failed(self) -> bool:
         return self.outcome.status is Status.FAILED
 
+    @property
+    def purpose(self) -> str:
+        """What it was played for, by which its group is named: a step of training, an environment of a suite."""
+        return self.group.rpartition("/")[0]
+
 
 @dataclass(slots=True)
 class Group:

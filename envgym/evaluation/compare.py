@@ -168,8 +168,8 @@ def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], n
 
 def _by_part(folder: EvalFolder) -> dict[str, list[Episode]]:
     found: dict[str, list[Episode]] = {}
-    for (group, _), episode in folder.journal.judged().items():
-        found.setdefault(group.rpartition("/")[0], []).append(episode)
+    for episode in folder.journal.judged().values():
+        found.setdefault(episode.purpose, []).append(episode)
     return found
 
 

@@ -20,7 +20,7 @@ from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_y
 from envgym.fingerprint import first_change, task_hash, text_hash
 from envgym.models import fetch_model
 from envgym.placement import Place, make_agent, make_runner, running, set_up, start_sampling
-from envgym.rollout import Play
+from envgym.rollout import Play, group_ids
 from envgym.run_folder import RunFolder
 from envgym.types import Episode, Group, Task
 
@@ -189,9 +189,8 @@ async def _run(evaluation: Evaluation, display: Display) -> dict[str, Any]:
 
 def _check_kept(part: Part, tasks: Sequence[Task], spec: EnvSpec, kept: Mapping[tuple[str, int], Episode]) -> None:
     """Mix no episodes of an environment or of data that have changed since. Raises `ConfigError` where they have."""
-    posed = {f"{part.name}/{index:05d}": task for index, task in enumerate(tasks)}
-    own = [episode for (group, _), episode in kept.items() if group.rpartition("/")[0] == part.name]
-    if change := first_change(own, posed, spec):
+    own = [episode for episode in kept.values() if episode.purpose == part.name]
+    if change := first_change(own, group_ids(part.name, tasks), spec):
         raise ConfigError(
             f"{part.name}: its tasks, code or settings are not what they were when this evaluation began (task "
             f"{change[0].task.key}): start a new one"
