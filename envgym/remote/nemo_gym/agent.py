@@ -73,7 +73,8 @@ class AgentServer:
         asked = params["input"]
         asked = input_items((Message.of("user", asked),)) if isinstance(asked, str) else list(asked)
         used: dict[str, int] = {}
-        async with aiohttp.ClientSession() as client:  # with the cookies of this episode alone
+        # With the cookies of this episode alone. The usual jar refuses those of hosts that are addresses.
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
             while True:
                 answer = await self._ask(client, {**params, "input": [*asked, *output]})
                 output += answer["output"]

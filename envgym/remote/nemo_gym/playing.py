@@ -13,7 +13,10 @@ from envgym.types import Action, Observation, StopReason, Task, ToolCall
 
 
 class Playing:
-    """An instance in play. Rewards add up, as in an episode of ours; the last score and value of each metric stand."""
+    """An instance in play. Rewards add up, as in an episode of ours; the last score and value of each metric stand.
+
+    What the environment raises ends the episode without a reward: every later step, and `told`, raises it again.
+    """
 
     def __init__(self, env: CheckedEnv, task: Task) -> None:
         self.task = task
@@ -22,6 +25,7 @@ class Playing:
         self.metrics: dict[str, float] = {}
         self.score: float | None = None
         self._env = env
+        self._failure: Exception | None = None
         self._rewards: list[float] = []
 
     async def reset(self, seed: int) -> Observation:
@@ -30,7 +34,13 @@ class Playing:
 
     async def step(self, action: Action) -> tuple[Observation, float | None]:
         """What the environment says to an action, and what it pays for it."""
-        observation, reward, self.terminated, self.truncated, info = await self._env.step(action)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            observation, reward, self.terminated, self.truncated, info = await self._env.step(action)
+        except Exception as error:  # an environment may raise anything at all
+            self._failure = error
+            raise
         if reward is not None:
             self._rewards.append(reward)
         self.metrics |= info.get("metrics") or {}
@@ -42,9 +52,15 @@ class Playing:
         return self.terminated or self.truncated
 
     @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    @property
     def reward(self) -> float:
-        """What the episode earned. Raises `InvalidOutcome` where nothing was paid: that is not a reward of zero, and
-        NeMo-Gym has no word for it."""
+        """What the episode earned. Raises what it failed of, and `InvalidOutcome` where nothing was paid: that is not a
+        reward of zero, and NeMo-Gym has no word for it."""
+        if self._failure is not None:
+            raise self._failure
         if not self._rewards:
             raise InvalidOutcome("unjudged", "the environment has paid nothing, and so there is no reward")
         return sum(self._rewards)
@@ -53,7 +69,7 @@ class Playing:
         """What is known at the end, beside `row`'s own fields: reward, score, metrics and how it ended."""
         score = {} if self.score is None else {"score": self.score}
         more = {**self.metrics, **score, "terminated": self.terminated, "truncated": not self.terminated}
-        return {"reward": self.reward, **{name: value for name, value in more.items() if name not in row}}
+        return {**{name: value for name, value in more.items() if name not in row}, "reward": self.reward}
 
     async def close(self) -> None:
         await self._env.close()

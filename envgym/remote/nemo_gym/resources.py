@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
 from envgym.env import EnvSpec
+from envgym.errors import InvalidStep
+from envgym.responses import Item
 from envgym.types import Action, ToolCall
 
-from .playing import action_of, spoken
+from .playing import Playing, action_of, spoken
 from .rows import place_of, pose
 from .sessions import COOKIE, Session, Sessions
 
@@ -37,8 +38,9 @@ class Resources:
         place = place_of(row, self._name)
         if self._sessions.full:
             raise web.HTTPTooManyRequests(text="as many sessions as this server may have", headers={"Retry-After": "5"})
-        playing, _ = await pose(self._spec, place, row)
-        await self._sessions.put(request["session"], playing)
+        with self._sessions.opening():
+            playing, _ = await pose(self._spec, place, row)
+            await self._sessions.put(request["session"], playing)
 
     def _session(self, request: web.Request) -> Session:
         session = self._sessions.get(request["session"])
@@ -67,7 +69,7 @@ class Resources:
     async def _verify(self, request: web.Request) -> web.Response:
         """The verdict on a whole `Response`. What its calls earned is known; its last words are the last action."""
         session, row = self._session(request), await body_of(request)
-        action = action_of(row.get("response"))
+        action = _action(row)
         async with session.lock:
             try:
                 if action is not None and not session.playing.ended:
@@ -84,39 +86,50 @@ class Resources:
 
     async def _step(self, request: web.Request) -> web.Response:
         session, row = self._session(request), await body_of(request)
-        action = action_of(row.get("response"))
-        playing = session.playing
+        action = _action(row)
         async with session.lock:
-            if playing.ended:
+            if session.playing.ended:
                 raise web.HTTPConflict(text="The episode has ended.")
-            if action is None:  # the policy may say no more
-                playing.truncated, reward, results, words = True, None, [], ""
-            else:
-                observation, reward = await playing.step(action)
-                results = [
-                    {"call_id": message.tool_call_id, "output": message.text}
-                    for message in observation.messages
-                    if message.role == "tool"
-                ]
-                words = observation.text or "\n\n".join(m.text for m in observation.messages if m.role != "tool")
-            info: dict[str, Any] = {"tool_outputs": results}
-            if playing.ended:
-                try:
-                    told = playing.told({})
-                finally:
+            try:
+                return web.json_response(await _stepped(session.playing, action))
+            finally:
+                if session.playing.ended or session.playing.failed:  # their agent comes no more
                     await self._sessions.close(request["session"])
-                info |= {name: value for name, value in told.items() if name not in ("reward", "terminated")}
-            answer = {"observation": words or None, "reward": reward or 0.0, "info": info}
-            return web.json_response(
-                answer | {"terminated": playing.terminated, "truncated": playing.truncated and not playing.terminated}
-            )
+
+
+def _action(row: Mapping[str, Any]) -> Action | None:
+    """The policy's turn in a body. Raises a 422 for what is no `Response`."""
+    try:
+        return action_of(row.get("response"))
+    except InvalidStep as error:
+        raise web.HTTPUnprocessableEntity(text=str(error)) from None
+
+
+async def _stepped(playing: Playing, action: Action | None) -> Item:
+    """What `/step` answers. Without an action the policy may say no more."""
+    if action is None:
+        playing.truncated, reward, results, words = True, None, [], ""
+    else:
+        observation, reward = await playing.step(action)
+        results = [
+            {"call_id": message.tool_call_id, "output": message.text}
+            for message in observation.messages
+            if message.role == "tool"
+        ]
+        words = observation.text or "\n\n".join(m.text for m in observation.messages if m.role != "tool")
+    info: dict[str, Any] = {"tool_outputs": results}
+    if playing.ended:
+        told = playing.told({})
+        info |= {name: value for name, value in told.items() if name not in ("reward", "terminated")}
+    answer = {"observation": words or None, "reward": reward or 0.0, "info": info}
+    return answer | {"terminated": playing.terminated, "truncated": playing.truncated and not playing.terminated}
 
 
 async def body_of(request: web.Request) -> Mapping[str, Any]:
     """A request's body. Raises a 400 unless it is a JSON object."""
     try:
         body = await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, LookupError, RecursionError):  # no JSON, no such encoding, brackets 10,000 deep
         body = None
     if not isinstance(body, Mapping):
         raise web.HTTPBadRequest(text="the body is a JSON object")

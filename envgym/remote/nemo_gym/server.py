@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,9 @@ from .agent import AgentServer
 from .resources import Resources
 from .rows import SPLITS, UnknownRow, rows, write_rows
 from .sessions import COOKIE, Sessions
+
+SERVED = "served"
+"""The kind under which an entry says where a server is that runs already."""
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,6 +56,8 @@ async def serve(
     for spec in specs.values():
         check_servable(spec)
         check_verifiable(spec)
+    if taken := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
+        raise ConfigError(f"the name {min(taken)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
     model = None if model_server is None else model_address(model_server)
     stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -66,11 +71,19 @@ async def serve(
         folder.mkdir(parents=True, exist_ok=True)
         files: dict[str, list[tuple[str, Path]]] = {name: [] for name in specs}
         for name, spec in specs.items():
+            missing: ConfigError | None = None
             for split, word in SPLITS.items():
                 path = folder.absolute() / f"{name}_{word}.jsonl"
-                with contextlib.suppress(NoSuchSplit):
-                    if await write_rows(path, _readable(rows(spec, name, f"{name}_agent", split, rows_of_a_split))):
-                        files[name].append((word, path))
+                path.unlink(missing_ok=True)  # an earlier server's
+                try:
+                    spec.tasks(split)
+                except ConfigError as error:  # no held-out file, say: the other split is still of use
+                    missing = error
+                    continue
+                if await write_rows(path, rows(spec, name, f"{name}_agent", split, rows_of_a_split)):
+                    files[name].append((word, path))
+            if missing is not None and not files[name]:
+                raise missing
         config = config_of(addresses, files, model)
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for number, (name, spec) in enumerate(specs.items()):
@@ -84,23 +97,6 @@ async def serve(
         for name, (bound, bound_port) in addresses.items():
             on_ready(name, f"http://{bound}:{bound_port}")
         await stopping.wait()
-
-
-class NoSuchSplit(Exception):
-    """A split that an environment does not have."""
-
-
-async def _readable(found: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[Mapping[str, Any]]:
-    """The rows, or `NoSuchSplit` where not even the first can be read because there is no such split."""
-    first = True
-    try:
-        async for row in found:
-            first = False
-            yield row
-    except ConfigError:
-        if not first:
-            raise
-        raise NoSuchSplit from None
 
 
 def check_verifiable(spec: EnvSpec) -> None:
@@ -130,20 +126,26 @@ def config_of(
     server NAME_agent."""
     head, head_port = next(iter(addresses.values()))
     config: dict[str, Any] = {"head_server": {"host": head, "port": head_port}}
-    for name, (host, port) in addresses.items():
-        own = {"entrypoint": "app.py", "host": host, "port": port}
+    for name, address in addresses.items():
         datasets = [
             {"name": word, "type": word, "jsonl_fpath": str(path), "license": "TBD"} for word, path in files[name]
         ]
         references: dict[str, Any] = {"resources_server": {"type": "resources_servers", "name": name}}
         if model is not None:
             references["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
-        config[name] = {"resources_servers": {"envgym": {**own, "domain": "other"}}}
-        config[f"{name}_agent"] = {"responses_api_agents": {"envgym": {**own, **references, "datasets": datasets}}}
+        config[name] = _entry("resources_servers", address, domain="other")
+        config[f"{name}_agent"] = _entry("responses_api_agents", address, **references, datasets=datasets)
     if model is not None:
-        address = {"entrypoint": "app.py", "host": model[0], "port": model[1]}
-        config["policy_model"] = {"responses_api_models": {"policy": address}}
+        config["policy_model"] = _entry("responses_api_models", model)
     return config
+
+
+def _entry(kind: str, address: tuple[str, int], **settings: Any) -> dict[str, Any]:
+    """A server's entry. NeMo-Gym refuses references to one without an `entrypoint`, and starts what has one under the
+    first kind of an entry, which is also where it takes the address from. So `SERVED` comes first."""
+    host, port = address
+    where = {"host": host, "port": port}
+    return {SERVED: {"envgym": where}, kind: {"envgym": {"entrypoint": "app.py", **where, **settings}}}
 
 
 def application(
@@ -194,6 +196,7 @@ def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
         for name, kinds in config.items()
         if name not in ("head_server", "policy_model")
         for kind, found in kinds.items()
+        if kind != SERVED
         for implementation, settings in found.items()
     ]
 

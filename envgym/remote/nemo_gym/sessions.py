@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from .playing import Playing
@@ -37,18 +37,30 @@ class Sessions:
     def __init__(self, most: int) -> None:
         self._most = most
         self._sessions: dict[str, Session] = {}
+        self._opening = 0
 
     def new_id(self) -> str:
         return secrets.token_urlsafe(24)
 
     @property
     def full(self) -> bool:
-        return len(self._sessions) >= self._most
+        return len(self._sessions) + self._opening >= self._most
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Hold a place while an episode is posed, which may take its time."""
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
 
     async def put(self, id: str, playing: Playing) -> None:
         """Begin an episode; one that was there under the same cookie is given up."""
-        await self.close(id)
+        old = self._sessions.pop(id, None)
         self._sessions[id] = Session(playing, time.monotonic())
+        if old is not None:
+            await _close(old)
 
     def get(self, id: str) -> Session | None:
         session = self._sessions.get(id)
@@ -59,8 +71,7 @@ class Sessions:
     async def close(self, id: str) -> None:
         session = self._sessions.pop(id, None)
         if session is not None:
-            with contextlib.suppress(Exception):  # the episode is over: this changes nothing
-                await session.playing.close()
+            await _close(session)
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -83,3 +94,8 @@ class Sessions:
                 await sweeping
             for id in list(self._sessions):
                 await self.close(id)
+
+
+async def _close(session: Session) -> None:
+    with contextlib.suppress(Exception):  # the episode is over: this changes nothing
+        await session.playing.close()

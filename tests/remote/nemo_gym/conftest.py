@@ -32,6 +32,17 @@ class RealGym:
         ):
             yield
 
+    def launch(self, path):
+        """What the launcher makes of the config at `path`: the names of the servers it would start, and where (at which
+        port) it looks for each."""
+        command = [self.python, HERE / "launch.py", path]
+        run = subprocess.run(
+            command, env=self.environment, cwd=path.parent, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        found = json.loads(run.stdout.splitlines()[-1])
+        return found["starts"], found["ports"]
+
     def collect(self, head, jobs):
         """Play rows with the collector, in one process: `jobs` are (name, file of rows, repeats). Returns for each name
         the rollouts, the failures and the metrics it has written, which lie beside the rows."""

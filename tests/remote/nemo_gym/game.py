@@ -1,7 +1,7 @@
 """Environments that are served to NeMo-Gym."""
 
 from envgym import Env, EnvSpec
-from envgym.errors import InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.types import Message, Observation, ToolSpec
 
 TAKE = ToolSpec("take", "Take some stones.", {"type": "object", "properties": {"count": {"type": "integer"}}})
@@ -66,6 +66,22 @@ class Unposed(Broken):
         if seed == 1:
             raise KeyError("three")
         return "hello", {}
+
+
+class Unset(Broken):
+    """Lacks a setting without which no task can be posed."""
+
+    async def reset(self, *, seed=None, options=None):
+        raise ConfigError("which judge? set env.judge")
+
+
+class TrainOnly(EnvSpec):
+    env_class = Broken
+
+    def tasks(self, split):
+        if split == "test":
+            raise ConfigError("no held-out file")
+        return super().tasks(split)
 
 
 class Judged(EnvSpec):

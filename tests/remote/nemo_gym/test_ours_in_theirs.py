@@ -189,6 +189,21 @@ def test_their_gymnasium_agent_steps_our_environment(theirs_collected, game):
         assert last["text"] == ("none" if game == "stones" else f"I say {seed % 8}")
 
 
+def test_their_launcher_starts_their_agent_on_our_servers_and_none_of_ours(
+    nemo_gym, served, model_server, agent_entry, tmp_path
+):
+    folder, port = served
+    ours = yaml.safe_load((folder / "config.yaml").read_text())
+    config = {name: ours[name] for name in ("stones", "policy_model")}
+    config |= {"theirs": agent_entry("simple_agent", port + 9, "stones")}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    starts, ports = nemo_gym.launch(path)
+    assert starts == ["theirs"]
+    assert ports == {"stones": port, "policy_model": model_server, "theirs": port + 9}
+    assert nemo_gym.launch(folder / "config.yaml")[0] == []
+
+
 def test_the_head_tells_of_the_servers(served):
     folder, port = served
     _, text, _ = ask(port, "/global_config_dict_yaml")
@@ -288,10 +303,23 @@ def test_the_pages_command_serves_rows_without_answers(documented, free_ports, s
         assert server.wait(timeout=20) == 0  # and its sessions are closed
 
 
+def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(free_ports, server_process, tmp_path):
+    [port] = free_ports(1)
+    (tmp_path / "gym").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "gym" / f"only_{split}.jsonl").write_text("of an earlier server")
+    command = [ENVGYM, "serve", f"only={GAMES}:TrainOnly", "--port", str(port), "--nemo-gym", "gym", "--rows", "2"]
+    with server_process(command, tmp_path / "log", [port]):
+        assert first_row(tmp_path / "gym", "only")["envgym"]["index"] == 0
+        assert not (tmp_path / "gym" / "only_validation.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ([f"{GAMES}:Judged", "--nemo-gym", "gym"], "judges groups"),
+        ([f"{GAMES}:Unset", "--nemo-gym", "gym"], "which judge? set env.judge"),
+        ([f"a={GAMES}:Guess", f"a_agent={GAMES}:Guess", "--nemo-gym", "gym"], "'a_agent' is another server's"),
         ([f"{GAMES}:Unposed", "--nemo-gym", "gym"], "Unposed: train task 1 cannot be posed: KeyError: 'three'"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--host", "0.0.0.0"], "refusing to serve on 0.0.0.0"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),

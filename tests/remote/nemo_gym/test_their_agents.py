@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 
 from envgym import Env, EnvSpec
@@ -154,6 +156,16 @@ def test_their_simple_agent_plays_one_contiguous_chain_of_our_tokens(servers, re
         assert (episode.reward, episode.score, episode.metrics["calls"]) == (1.0, 1.0, 4.0)
     assert len(episodes) == 8
     assert len(engine.answers) == 8 * 4
+
+
+def test_their_launcher_takes_the_pages_entry_of_the_policy(nemo_gym, server_entry, agent_entry, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "nemo_gym.md").read_text()
+    [entry] = re.findall(r"^```yaml\n(policy_model:.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    resources = server_entry("resources_servers", "blackjack", 21001, domain="games", entrypoint="app.py")
+    config = {"game": resources, "player": agent_entry("gymnasium_agent", 21002, "game")}
+    path = tmp_path / "config.yaml"
+    path.write_text(entry + yaml.safe_dump(config))
+    assert nemo_gym.launch(path) == (["game", "player"], {"policy_model": 21090, "game": 21001, "player": 21002})
 
 
 def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode):
