@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,6 +20,8 @@ from pydantic import Field, field_validator
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
+from envgym.remote.nemo_gym.addresses import url_of
+from envgym.remote.nemo_gym.verdict import FAILURE_CLASS, check_valid, number
 from envgym.render import Renderer
 from envgym.responses import TOKEN_FIELDS
 from envgym.types import Episode, Outcome, Row, Task
@@ -92,21 +93,23 @@ class NeMoGym(Agent):
         except TimeoutError:
             message = f"the agent server took longer than {self.config.timeout:g} s"
             raise InvalidOutcome("agent", message, retryable=True) from None
-        except InvalidOutcome:
+        except InvalidOutcome as failure:
+            if failure.retryable:
+                self._theirs = None  # where it was may be where it is no more
             if conversation.error is not None:  # the cause: their server failed because we did
                 raise conversation.error from None
             raise
+        if conversation.error is not None:  # their server made something of it all the same
+            raise conversation.error
         return self._episode(task, conversation, answer)
 
     def _episode(self, task: Task, conversation: Conversation, answer: Mapping[str, Any]) -> Episode:
-        if failure := answer.get("_ng_failure_class"):
+        if failure := answer.get(FAILURE_CLASS):
             raise InvalidOutcome("agent", f"the agent server says it failed ({failure}): {_said(answer)}")
-        if answer.get("mask_sample") is True:
-            kind = str(answer.get("failure_kind") or "masked")
-            raise InvalidOutcome(kind, f"the agent server says that the sample is void: {_said(answer)}")
-        reward = answer.get("reward")
-        if isinstance(reward, bool) or not _is_number(reward):
-            raise InvalidOutcome("agent", f"the agent server answers with {reward!r:.40} as reward")
+        check_valid(answer, "run")
+        reward = number(answer.get("reward"))
+        if reward is None:
+            raise InvalidOutcome("agent", f"the agent server answers with {answer.get('reward')!r:.40} as reward")
         if not conversation.turns:
             raise InvalidOutcome("agent", "the agent server made no call to the policy: does it use our model server?")
         check_contiguous(conversation, answer)
@@ -115,12 +118,10 @@ class NeMoGym(Agent):
             outcome = Outcome.truncated(conversation.limit)
         elif answer.get("truncated") is True:
             outcome = Outcome.truncated("environment")
-        metrics = {
-            name: float(value)
-            for name, value in answer.items()
-            if name not in task.fields and not name.startswith("_") and name != "reward" and _is_number(value)
-        }
-        return conversation.episode(task, outcome, float(reward), {"metrics": metrics}, conversation.messages)
+        own = {*task.fields, "reward", "mask_sample"}
+        numbers = {name: number(value) for name, value in answer.items() if name not in own and name[:1] != "_"}
+        metrics = {name: value for name, value in numbers.items() if value is not None}
+        return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 
     # -- where their server is, and where it expects ours ---------------------------------------------------
 
@@ -132,7 +133,7 @@ class NeMoGym(Agent):
         if self._theirs is None:
             self._theirs = await _their_config(client, self.config.head)
         agent = _instance(self._theirs, name, "responses_api_agents", self.config.head)
-        url = "http://{}:{}".format(*_own_address(agent, name))
+        url = url_of(*_own_address(agent, name), self.config.head)
         if self.config.listen:
             return url, _endpoint(*_address(f"http://{self.config.listen}"))
         model = (agent.get("model_server") or {}).get("name")
@@ -270,12 +271,8 @@ async def _answer(request: Any, url: str) -> Any:
         raise InvalidOutcome("agent", f"{url} answers with {response.status}: {said}", retryable=response.status >= 500)
     try:
         return json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidOutcome("agent", f"{url} answers with something that is not JSON") from None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _said(answer: Mapping[str, Any]) -> str:

@@ -72,6 +72,8 @@ class Outside(Agent):
                 if conversation.error is not None:  # the program failed because it was not answered
                     raise conversation.error from None
                 raise
+        if conversation.error is not None:  # the program answered all the same
+            raise conversation.error
         if not conversation.turns:
             raise InvalidOutcome("agent", f"{self._command[0]} made no call to the policy")
         said = answer.rstrip("\n")

@@ -1,6 +1,8 @@
 """OpenAI chat completions on the wire: a request's fields, an answer whole or in chunks, an error.
 
-Source: the public API reference of chat completions; `return_token_ids` and its fields are vLLM's extension.
+Source: the public API reference of chat completions; `return_token_ids` and its fields are vLLM's extension. So is
+`return_tokens_as_token_ids`, by which NeMo-Gym's model server asks: it takes the tokens from the message where they are
+there, and else asks vLLM to tokenize the messages again.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from envgym.engines.base import Generation
+from envgym.responses import TOKEN_FIELDS
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -49,6 +52,7 @@ class Asked:
     usage: bool
     logprobs: bool
     token_ids: bool
+    token_fields: bool
     model: str
 
 
@@ -81,6 +85,7 @@ def parse(body: Any) -> Asked:
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         token_ids=bool(body.get("return_token_ids")),
+        token_fields=bool(body.get("return_tokens_as_token_ids")),
         model=str(body.get("model", "policy")),
     )
 
@@ -105,6 +110,9 @@ class Completion:
         message: dict[str, Any] = {"role": "assistant", "content": self.message.text, "refusal": None}
         if self.message.tool_calls:
             message |= {"content": self.message.text or None, "tool_calls": self._calls()}
+        if self.asked.token_fields:
+            values = (self.context, list(self.generation.token_ids), list(self.generation.logprobs))
+            message |= zip(TOKEN_FIELDS, values, strict=True)
         choice = self._choice() | {"message": message, "finish_reason": self._finish_reason}
         answer = self._envelope("chat.completion") | {"choices": [choice], "usage": self._usage()}
         return answer | ({"prompt_token_ids": self.context} if self.asked.token_ids else {})

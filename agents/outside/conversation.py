@@ -41,7 +41,8 @@ class Conversation:
     """An episode's requests, in branches. Sub-agents, rewritten histories and parallel calls are branches of their own.
 
     `limit` is why the policy may say no more (`context`, `tokens`, `template`), once that has happened; `error` why a
-    request could not be answered (the engine broke, say), which is then why the program came to nothing.
+    request could not be answered (the engine broke, say) and none was since: whatever the program made of that says
+    nothing about the policy.
     """
 
     def __init__(
@@ -65,14 +66,18 @@ class Conversation:
 
         Raises `OutOfBudget` where the episode may say no more, `PromptTooLong` where a first prompt leaves no room.
         """
+        before = self.error
         try:
-            return await self._complete(messages, tools, max_tokens)
+            answer = await self._complete(messages, tools, max_tokens)
         except TurnRefused:
             self.limit = "template"
             raise OutOfBudget("template") from None
         except EnvgymError as error:
             self.error = error
             raise
+        if self.error is before:  # else another request has failed meanwhile
+            self.error = None
+        return answer
 
     async def _complete(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None

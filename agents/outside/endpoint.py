@@ -9,16 +9,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from envgym.engines.base import Generation
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.transcript import OutOfBudget
+from envgym.types import Message
 
 from . import responses_api
-from .chat import Completion, Refusal, parse
+from .chat import Asked, Completion, Refusal, parse
 from .conversation import Conversation
 
 MAX_BODY = 64 * 2**20
@@ -26,6 +28,8 @@ MAX_BODY = 64 * 2**20
 TICKET = "envgym_session"
 """Under which name in a request's `metadata` a program that has no URL of its own says whose request it is."""
 
+Answer = tuple[Message, Generation, list[int]]
+"""The policy's message, what was sampled, and the tokens it was sampled after."""
 SPENT = {
     "context": "the model's context length is used up",
     "tokens": "the episode's max_tokens are used up",
@@ -38,6 +42,7 @@ SPENT = {
 class Session:
     conversation: Conversation
     key: str
+    sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
 class Access(NamedTuple):
@@ -74,7 +79,8 @@ class Endpoint:
         try:
             yield Access(f"{self._address}/{name}/v1", key, f"{name}.{key}")
         finally:
-            del self._sessions[name]
+            for sampling in self._sessions.pop(name).sampling:  # a program that does not wait for it, or was too slow
+                sampling.cancel()
             await asyncio.shield(self._leave())
 
     async def _enter(self) -> None:
@@ -120,10 +126,10 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
-            conversation, body = await self._asked(request)
+            session, body = await self._asked(request)
             asked = parse(body)
             try:
-                answer = await conversation.complete(asked.messages, asked.tools, asked.max_tokens)
+                answer = await _complete(session, asked)
             except OutOfBudget as limit:
                 raise Refusal(400, SPENT[limit.reason], "context_length_exceeded") from None
             except EnvgymError as error:
@@ -142,10 +148,10 @@ class Endpoint:
 
     async def _responses(self, request: web.Request) -> web.Response:
         try:
-            conversation, body = await self._asked(request)
+            session, body = await self._asked(request)
             asked = responses_api.parse(body)
             try:
-                answer = await conversation.complete(asked.messages, asked.tools, asked.max_tokens)
+                answer = await _complete(session, asked)
             except OutOfBudget:
                 # An incomplete answer ends a program's loop as an answer cut short does; an error would end it badly.
                 return web.json_response(asked.out_of_budget())
@@ -155,8 +161,8 @@ class Endpoint:
             return refusal.response()
         return web.json_response(asked.answer(*answer))
 
-    async def _asked(self, request: web.Request) -> tuple[Conversation, Any]:
-        """The conversation that a request belongs to, and its body. Raises `Refusal`."""
+    async def _asked(self, request: web.Request) -> tuple[Session, Any]:
+        """The session that a request belongs to, and its body. Raises `Refusal`."""
         if "session" in request.match_info:
             return self._of_url(request), await _body(request)
         body = await _body(request)
@@ -167,20 +173,35 @@ class Endpoint:
         name, _, key = ticket.partition(".")
         return self._session(name, key), body
 
-    def _of_url(self, request: web.Request) -> Conversation:
+    def _of_url(self, request: web.Request) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         return self._session(request.match_info["session"], key)
 
-    def _session(self, name: str, key: str) -> Conversation:
-        """The conversation of a session. Raises `Refusal` for an unknown one or another's key."""
+    def _session(self, name: str, key: str) -> Session:
+        """A session by its name. Raises `Refusal` for an unknown one or another's key."""
         session = self._sessions.get(name)
         if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
             raise Refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
-        return session.conversation
+        return session
+
+
+async def _complete(session: Session, asked: Asked | responses_api.Asked) -> Answer:
+    """The policy's answer. It is given up when the session ends: an episode that is over does not grow."""
+    sampling = asyncio.ensure_future(session.conversation.complete(asked.messages, asked.tools, asked.max_tokens))
+    session.sampling.add(sampling)
+    try:
+        return await sampling
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Refusal(401, "this session has ended", "invalid_api_key") from None
+    finally:
+        session.sampling.discard(sampling)
 
 
 async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, LookupError, RecursionError):  # no JSON, no such encoding, brackets 10,000 deep
         raise Refusal(400, "the body is not JSON") from None

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import aiohttp
 import yaml
 
 from envgym.errors import ConfigError, did_you_mean
+from envgym.remote.nemo_gym.addresses import url_of
 
 Flow = Literal["tools", "gymnasium"]
 
 SECONDS = 10.0
 """How long each question may take."""
 ROUTES: dict[Flow, tuple[str, str]] = {"tools": ("seed_session", "verify"), "gymnasium": ("reset", "step")}
-WILDCARDS = ("0.0.0.0", "::", "")
-"""Hosts that a server listens on and nobody can call: it is where its head server is."""
 
 
 async def find(head: str, server: str | None, connections: aiohttp.TCPConnector) -> str:
@@ -44,10 +42,7 @@ async def find(head: str, server: str | None, connections: aiohttp.TCPConnector)
         raise ConfigError(
             f"{head}: no resources server {server!r}, only {_list(servers)}.{did_you_mean(server, servers)}"
         )
-    host, port = servers[server]
-    if host in WILDCARDS:
-        host = urlsplit(head).hostname or host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return url_of(*servers[server], head)
 
 
 async def flow_of(url: str, connections: aiohttp.TCPConnector, wanted: Flow | None = None) -> Flow:

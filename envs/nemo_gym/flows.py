@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,15 +11,11 @@ from typing import Any
 from envgym import responses
 from envgym.env import StepResult
 from envgym.errors import InvalidOutcome, did_you_mean
+from envgym.remote.nemo_gym.verdict import check_valid, number
 from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, ToolSpec, as_messages
 
 from . import rows
 from .server import Session
-
-PASSING = ("transport_", "provider_", "session_", "judge_failed")
-"""How kinds of failure begin that another try may not meet."""
-FAILURE_CLASS = "_ng_failure_class"
-"""What a server's own guards put into an answer in which a judge failed, beside a reward of zero."""
 
 
 class Play(ABC):
@@ -165,18 +159,8 @@ def _spoken(action: Action) -> Message:
 
 def _verdict(answer: Mapping[str, Any], route: str) -> float:
     """The reward in an answer. Raises `InvalidOutcome` where there is none, or the server says that it is void."""
-    masked, kind = answer.get("mask_sample"), answer.get(FAILURE_CLASS) or answer.get("failure_kind")
-    # A kind alone voids the sample; with `mask_sample` false it is a remark on one that was measured all the same.
-    if masked is True or answer.get(FAILURE_CLASS) or (kind and masked is None):
-        said = answer.get("failure_reason") or answer.get("_ng_failure_judge_error")
-        reason = " ".join(str(said or "the server says that it counts for nothing").split())
-        kind = re.sub(r"\W+", "_", str(kind or "masked"))[:60]
-        raise InvalidOutcome(
-            kind,
-            f"/{route}: {reason[:300]}",
-            retryable=kind.startswith(PASSING) and not answer.get("_ng_failure_terminal"),
-        )
-    reward = _number(answer.get("reward"))
+    check_valid(answer, route)
+    reward = number(answer.get("reward"))
     if reward is None:
         raise InvalidOutcome("server_protocol", f"/{route} answered with the reward {answer.get('reward')!r:.60}")
     return reward
@@ -187,16 +171,8 @@ def _extras(answer: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, floa
     components = answer.get("reward_components")
     parts = {f"reward_{name}": value for name, value in components.items()} if isinstance(components, Mapping) else {}
     own = {"reward", "mask_sample", "terminated", "truncated", "supports_explicit_close", "supports_step_idempotency"}
-    numbers = {str(name): _number(value) for name, value in {**answer, **parts}.items()}
+    numbers = {str(name): number(value) for name, value in {**answer, **parts}.items()}
     return {name: n for name, n in numbers.items() if n is not None and name not in own and name not in row}
-
-
-def _number(value: Any) -> float | None:
-    """A finite number as JSON has it; None for anything else."""
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:
-        return None
 
 
 def _info(answer: Mapping[str, Any], route: str) -> Mapping[str, Any]:

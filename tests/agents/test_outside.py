@@ -230,6 +230,27 @@ def test_a_program_that_fails_because_the_policy_did_is_not_at_fault(renderer, t
     assert episode.outcome.reason == "prompt_too_long"
 
 
+def test_a_program_that_makes_an_answer_of_an_engine_that_broke_has_no_reward(renderer, tmp_path):
+    class Broken(Scripted):
+        async def generate(self, request):
+            if self.calls == 1:
+                raise InvalidOutcome("engine", "out of memory", retryable=True)
+            return await super().generate(request)
+
+    source = (
+        PLAIN
+        + """
+    said = ask([{"role": "user", "content": "go"}])["content"]
+    try:
+        ask([{"role": "user", "content": "again"}])
+    except urllib.error.HTTPError:
+        print(said)
+    """
+    )
+    [episode] = play(renderer, Broken(renderer, lambda n, prompt: "ok"), program(tmp_path, source))
+    assert (episode.outcome.reason, episode.outcome.message, episode.reward) == ("engine", "out of memory", None)
+
+
 def test_a_command_that_does_not_exist_is_said(renderer):
     [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), "no-such-program --fast")
     assert episode.outcome.message == "no-such-program cannot be run: No such file or directory"
@@ -281,6 +302,7 @@ QUESTION = [{"role": "user", "content": "?"}]
     ("body", "says"),
     [
         (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "a JSON object"),
         ({}, "messages"),
         ({"messages": "hello"}, "a list of at least one message"),

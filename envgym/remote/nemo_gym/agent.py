@@ -16,10 +16,11 @@ from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.responses import Item, input_items, output_items, response
 from envgym.types import Message
 
-from .aggregate import FAILURE, aggregate
+from .aggregate import aggregate
 from .playing import Playing, action_of
 from .resources import body_of
 from .rows import PARAMS, UnknownRow, place_of, pose, said
+from .verdict import FAILURE_CLASS
 
 CALL_SECONDS = 600.0
 """How long the model server may take for one turn."""
@@ -122,7 +123,7 @@ def _failed(row: Mapping[str, Any], output: list[Item], error: Exception) -> Ite
     return {
         **row,
         "response": response(output or output_items(Message.of("assistant", ""))),
-        FAILURE: "transient" if retryable else "legitimate",
+        FAILURE_CLASS: "transient" if retryable else "legitimate",
         "failure_kind": kind,
         "error_message": str(error) or kind,
         "mask_sample": True,

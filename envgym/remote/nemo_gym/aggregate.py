@@ -6,17 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .playing import is_number
+from .verdict import FAILURE_CLASS, number
 
 TASK = "_ng_task_index"
-FAILURE = "_ng_failure_class"
 
 
 def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean, max, min, median and sample standard deviation (0 of one value) of each numeric field and of the tokens in
     `response.usage`, as `mean/reward` and so on. Rollouts that failed are no part of it; neither are fields whose names
     begin with `_`."""
-    numbers = [(result.get(TASK, 0), _numbers(result)) for result in results if not result.get(FAILURE)]
+    numbers = [(result.get(TASK, 0), _numbers(result)) for result in results if not result.get(FAILURE_CLASS)]
     tasks = sorted({task for task, _ in numbers})
     overall = _statistics([fields for _, fields in numbers])
     return {
@@ -33,7 +32,8 @@ def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
     response = result.get("response")
     usage = (response.get("usage") if isinstance(response, Mapping) else None) or {}
-    return {name: float(x) for name, x in {**result, **usage}.items() if is_number(x) and not name.startswith("_")}
+    found = {name: number(value) for name, value in {**result, **usage}.items() if not name.startswith("_")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _statistics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

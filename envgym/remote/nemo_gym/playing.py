@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,8 +113,3 @@ def spoken(observation: Observation) -> str:
     if observation.text is not None:
         return observation.text
     return "\n\n".join(message.text for message in observation.messages)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number that can be averaged, truth among them."""
-    return isinstance(value, int | float) and math.isfinite(value)

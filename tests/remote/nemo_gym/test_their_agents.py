@@ -16,7 +16,7 @@ from envgym import Env, EnvSpec
 from envgym.agents.nemo_gym import NeMoGym, NeMoGymConfig
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
-from envgym.errors import InvalidOutcome
+from envgym.errors import InvalidOutcome, WorkerError
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout import Play, Runner
 from envgym.sampler import EpisodeSampler
@@ -87,8 +87,11 @@ def play(renderer, engine, rows, *, size=1, context=4096, max_tokens=200, **sett
 def servers(nemo_gym, free_ports, server_entry, agent_entry, tmp_path_factory):
     """A head server, resources servers, agent servers and a model server of theirs; our policy where they look for it.
     Gives the head server's URL."""
-    head, counter, simple, black, gym, proxy, proxied, policy = ports = free_ports(8)
+    head, counter, simple, black, gym, plain, on_plain, training, on_training, policy = ports = free_ports(10)
     run = {"entrypoint": "app.py"}
+    proxy = {**run, "base_url": f"http://127.0.0.1:{policy}/v1", "api_key": "none", "model": "policy"}
+    plainly = {"return_token_id_information": False, "uses_reasoning_parser": False}
+    with_tokens = {"return_token_id_information": True, "uses_reasoning_parser": True}
     config = {
         "run_head_server": True,
         "head_server": {"host": "127.0.0.1", "port": head},
@@ -97,12 +100,11 @@ def servers(nemo_gym, free_ports, server_entry, agent_entry, tmp_path_factory):
         "blackjack": server_entry("resources_servers", "blackjack", black, domain="games", **run),
         "blackjack_agent": agent_entry("gymnasium_agent", gym, "blackjack", max_steps=12),
         "policy_model": server_entry("responses_api_models", "envgym", policy),
-        "proxied_agent": agent_entry("simple_agent", proxied, "counter", model="proxy"),
-        "proxy": server_entry(
-            "responses_api_models", "vllm_model", proxy, base_url=f"http://127.0.0.1:{policy}/v1", api_key="none",
-            model="policy", return_token_id_information=False, uses_reasoning_parser=False, **run,
-        ),
-    }  # fmt: skip
+        "proxied_agent": agent_entry("simple_agent", on_plain, "counter", model="proxy"),
+        "proxy": server_entry("responses_api_models", "vllm_model", plain, **proxy, **plainly),
+        "training_agent": agent_entry("simple_agent", on_training, "counter", model="training_proxy"),
+        "training_proxy": server_entry("responses_api_models", "vllm_model", training, **proxy, **with_tokens),
+    }
     with nemo_gym.running(tmp_path_factory.mktemp("nemo_gym"), config, ports[:-1]):
         yield f"http://127.0.0.1:{head}"
 
@@ -168,10 +170,12 @@ def test_their_launcher_takes_the_pages_entry_of_the_policy(nemo_gym, server_ent
     assert nemo_gym.launch(path) == (["game", "player"], {"policy_model": 21090, "game": 21001, "player": 21002})
 
 
-def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode):
-    """It asks in chat completions at its `base_url`, and hands the metadata on."""
+@pytest.mark.parametrize("agent", ["proxied_agent", "training_agent"])
+def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode, agent):
+    """It asks in chat completions at its `base_url`, and hands the metadata on. Configured for training it wants the
+    tokens of each call, and the answer to /run has them."""
     engine = recording(Scripted(renderer, counts))
-    episodes = play(renderer, engine, [counting(3, 1, 2)], size=2, head=servers, server="proxied_agent")
+    episodes = play(renderer, engine, [counting(3, 1, 2)], size=2, head=servers, server=agent)
     for episode in episodes:
         assert not episode.failed, episode.outcome
         check_episode(episode, engine.answers)
@@ -220,7 +224,7 @@ def test_a_first_prompt_that_does_not_fit_is_said_to_be_the_cause(servers, rende
     [
         ({"no": "row"}, {}, "no 'responses_create_params'"),
         (counting(0, 1) | {"agent_ref": None}, {}, "set agent.server"),
-        (counting(0, 1), {"server": "counter"}, "it has blackjack_agent, counter_agent, proxied_agent"),
+        (counting(0, 1), {"server": "counter"}, "it has blackjack_agent, counter_agent, proxied"),
         (counting(0, 1) | {"initial_count": "none"}, {}, "/run answers with 500"),
         (counting(0, 1), {"head": "http://127.0.0.1:9"}, "cannot be reached"),
         (counting(0, 1), {"listen": "192.0.2.1:80"}, "the policy cannot be served at 192.0.2.1:80"),
@@ -238,40 +242,71 @@ def test_what_goes_wrong_is_a_failed_episode(servers, renderer, row, settings, s
     assert says in episode.outcome.message
 
 
-def test_what_an_agent_server_may_answer(renderer, serving, free_ports):
-    """Among it calls that are not one sequence, which none of NeMo-Gym's servers that are run here makes."""
+@pytest.fixture
+def own_agent(renderer, serving, free_ports):
+    """`own_agent(answer)`: the episode of a row that an agent server of our own has played, head server and all.
+    `answer(row, ask)` is its /run; `ask(items)` asks the policy for a turn, and gives the status and the answer."""
     [policy] = free_ports(1)
+    own = {"host": "127.0.0.1", "model_server": {"name": "policy_model"}}
     config = {
-        "an_agent": {"responses_api_agents": {"own": {"model_server": {"name": "policy_model"}}}},
+        "an_agent": {"responses_api_agents": {"own": own}},
         "policy_model": {"responses_api_models": {"own": {"host": "127.0.0.1", "port": policy}}},
     }
 
-    async def main():
+    def own_agent(answer, engine=None, then=None):
         async def server(request):
             if request.path == "/global_config_dict_yaml":
                 return web.json_response(json.dumps(config))
             row = await request.json()
-            params, output = row["responses_create_params"], []
-            async with aiohttp.ClientSession() as client:
-                for question in asks:
-                    body = params | {"input": [{"role": "user", "content": text} for text in question]}
-                    async with client.post(f"http://127.0.0.1:{policy}/v1/responses", json=body) as answer:
-                        assert answer.status == 200, await answer.text()
-                        output += (await answer.json())["output"]
-            if changed:
-                output[0]["generation_token_ids"][0] += 1
-            return web.json_response({**row, "response": {"output": output}, "reward": 1.0, "steps": 3, **more})
 
-        async with serving(server) as url:
-            host, _, port = url.removeprefix("http://").partition(":")
-            config["an_agent"]["responses_api_agents"]["own"] |= {"host": host, "port": int(port)}
-            agent = NeMoGym(renderer, NeMoGymConfig(head=url, server="an_agent"))
-            sampler = EpisodeSampler(Scripted(renderer, lambda _: "yes"), "e", SamplingParams(max_tokens=8), 512)
-            return await agent.run(None, Task("t", fields=counting(0, 1)), sampler, seed=0)
+            async def ask(items):
+                body = row["responses_create_params"] | {"input": items}
+                url = f"http://127.0.0.1:{policy}/v1/responses"
+                async with aiohttp.ClientSession() as client, client.post(url, json=body) as answered:
+                    return answered.status, await answered.json()
+
+            answered = await answer(row, ask)
+            return answered if isinstance(answered, web.Response) else web.json_response(answered)
+
+        async def main():
+            async with serving(server) as url:
+                own["port"] = int(url.rpartition(":")[2])
+                agent = NeMoGym(renderer, NeMoGymConfig(head=url, server="an_agent"))
+                chosen = engine or Scripted(renderer, lambda _: "yes")
+                sampler = EpisodeSampler(chosen, "e", SamplingParams(max_tokens=8), 512)
+                task = Task("t", fields=counting(0, 1))
+                if then is not None:
+                    return await then(agent, task, sampler, own)
+                return await agent.run(None, task, sampler, seed=0)
+
+        return asyncio.run(main())
+
+    return own_agent
+
+
+def user(*texts):
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def test_what_an_agent_server_may_answer(own_agent):
+    """Among it calls that are not one sequence, which none of NeMo-Gym's servers that are run here makes."""
+
+    async def answer(row, ask):
+        output = []
+        for question in asks:
+            status, answered = await ask(user(*question))
+            assert status == 200, answered
+            output += answered["output"]
+        if changed:
+            output[0]["generation_token_ids"][0] += 1
+        return {**row, "response": {"output": output}, "reward": 1.0, "steps": 3, **more}
+
+    def main():
+        return own_agent(answer)
 
     def fails(kind, says):
         with pytest.raises(InvalidOutcome, match=says) as raised:
-            asyncio.run(main())
+            main()
         assert raised.value.kind == kind
 
     asks, changed, more = [["a"], ["b"]], False, {}
@@ -279,13 +314,18 @@ def test_what_an_agent_server_may_answer(renderer, serving, free_ports):
     asks, changed = [["a"]], True
     fails("not_contiguous", "not those that we sampled")
     changed = False
-    episode = asyncio.run(main())
+    episode = main()
     assert (episode.reward, episode.metrics) == (1.0, {"calls": 1.0, "steps": 3.0})
     more = {"truncated": True}
-    assert asyncio.run(main()).outcome.reason == "environment"
+    assert main().outcome.reason == "environment"
+    more = {"mask_sample": False, "failure_kind": "a remark"}
+    assert main().metrics == {"calls": 1.0, "steps": 3.0}
     for answers, kind, says in (
         ({"_ng_failure_class": "transient", "error_message": "out of luck"}, "agent", "out of luck"),
-        ({"mask_sample": True, "failure_kind": "judge_failed"}, "judge_failed", "void"),
+        ({"mask_sample": True, "failure_kind": "judge_failed"}, "judge_failed", "counts for nothing"),
+        ({"mask_sample": True, "failure_kind": "mine:no disk", "failure_reason": "full"}, "mine_no_disk", "full"),
+        ({"reward": 0.0, "failure_kind": "judge_failed"}, "judge_failed", "counts for nothing"),
+        ({"reward": 10**400}, "agent", "as reward"),
         ({"reward": None}, "agent", "None as reward"),
         ({"reward": float("nan")}, "agent", "nan as reward"),
     ):
@@ -293,6 +333,106 @@ def test_what_an_agent_server_may_answer(renderer, serving, free_ports):
         fails(kind, says)
     asks, more = [], {}
     fails("agent", "made no call to the policy")
+
+
+def test_brackets_without_end_are_no_answer(own_agent):
+    async def answer(row, ask):
+        return web.Response(text="[" * 100_000)
+
+    with pytest.raises(InvalidOutcome, match="something that is not JSON"):
+        own_agent(answer)
+
+
+class Halting(Scripted):
+    """Says yes, but does something else before at one of its turns."""
+
+    def __init__(self, renderer, turn, instead):
+        super().__init__(renderer, lambda _: "yes")
+        self.turns, self.turn, self.instead = 0, turn, instead
+
+    async def generate(self, request):
+        self.turns += 1
+        if self.turns == self.turn:
+            await self.instead()
+        return await super().generate(request)
+
+
+def test_what_a_server_makes_of_an_engine_that_broke_is_no_reward(own_agent, renderer):
+    """Unless it asked again, and was answered."""
+
+    async def breaks():
+        raise WorkerError("the engine broke")
+
+    async def answer(row, ask):
+        statuses = [(await ask(user("a")))[0] for _ in range(2)]
+        assert statuses == [400 if turn == broken else 200 for turn in (1, 2)]
+        return {**row, "response": {"output": []}, "reward": 0.0}
+
+    broken = 1
+    assert own_agent(answer, Halting(renderer, broken, breaks)).reward == 0.0
+    broken = 2
+    with pytest.raises(WorkerError, match="the engine broke"):
+        own_agent(answer, Halting(renderer, broken, breaks))
+
+
+def test_an_episode_that_is_over_does_not_grow(own_agent, renderer):
+    """Of a call that nobody waited for nothing is recorded, though other episodes keep the endpoint open."""
+    late, ended = [], []
+
+    async def slow():
+        try:
+            await asyncio.sleep(1)
+        finally:
+            ended.append(True)
+
+    async def answer(row, ask):
+        _, first = await ask(user("a"))
+        if row["number"] == 1:
+            late.append(asyncio.ensure_future(ask([*user("a"), *first["output"], *user("b")])))
+            await asyncio.sleep(0.2)
+        else:
+            await asyncio.sleep(2)
+        return {**row, "response": {"output": first["output"]}, "reward": 1.0}
+
+    async def both(agent, task, sampler, own):
+        tasks = [Task("t", fields={**task.fields, "number": number}) for number in (0, 1)]
+        other = asyncio.ensure_future(agent.run(None, tasks[0], sampler, seed=0))
+        await asyncio.sleep(0.5)
+        engine = EpisodeSampler(Halting(renderer, 2, slow), "late", SamplingParams(max_tokens=8), 512)
+        episode = await agent.run(None, tasks[1], engine, seed=0)
+        turns = [len(row.turns) for row in episode.rows]
+        status, said = await late[0]
+        assert (turns, ended) == ([1], [True])
+        await other
+        assert [len(row.turns) for row in episode.rows] == [1]
+        return status, said
+
+    status, said = own_agent(answer, then=both)
+    assert status == 401
+    assert "has ended" in said["error"]["message"]
+
+
+def test_servers_that_came_back_elsewhere_are_found_again(own_agent):
+    async def answer(row, ask):
+        _, first = await ask(user("a"))
+        return {**row, "response": {"output": first["output"]}, "reward": 1.0}
+
+    async def moved(agent, task, sampler, own):
+        port, own["port"] = own["port"], 9
+        with pytest.raises(InvalidOutcome, match="cannot be reached") as failure:
+            await agent.run(None, task, sampler, seed=0)
+        assert failure.value.retryable
+        own["port"] = port
+        return await agent.run(None, task, sampler, seed=0)
+
+    assert own_agent(answer, then=moved).reward == 1.0
+
+
+def test_an_agent_server_that_listens_everywhere_is_where_its_head_server_is(renderer):
+    agent = NeMoGym(renderer, NeMoGymConfig(head="http://10.1.2.3:11000", server="a", listen="127.0.0.1:9"))
+    for host, url in (("0.0.0.0", "http://10.1.2.3:80"), ("::1", "http://[::1]:80"), ("b", "http://b:80")):
+        agent._theirs = {"a": {"responses_api_agents": {"own": {"host": host, "port": 80}}}}
+        assert asyncio.run(agent._addresses(None, {}))[0] == url
 
 
 @pytest.mark.slow
