@@ -33,12 +33,14 @@ class MalformedItem(ValueError):
 # -- theirs to ours ---------------------------------------------------------------------------------------
 
 
-def messages_of(input: Any, instructions: str | None = None) -> tuple[Message, ...]:
+def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
     """The messages that a request's `input` (text, or a list of items) and `instructions` say.
 
     Calls join the assistant's message right before them, as one turn. Reasoning is left out: it is not said to the
     policy again. Raises `MalformedItem`.
     """
+    if not (instructions is None or isinstance(instructions, str)):
+        raise MalformedItem(f"instructions are text, not {_kind(instructions)}")
     messages = [Message.of("system", instructions)] if instructions else []
     if isinstance(input, str):
         return (*messages, Message.of("user", input))
@@ -118,7 +120,7 @@ def _content(content: Any, where: str) -> tuple[TextPart, ...]:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
-        if kind not in TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
             raise MalformedItem(f"{where}: content of the type {kind!r:.40} is no text, and only text can be said")
         texts.append(TextPart(_text(part, TEXT_PARTS[kind], where)))
     return tuple(texts)

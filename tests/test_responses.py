@@ -62,12 +62,18 @@ def test_developers_are_the_system_and_reasoning_is_left_out():
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "'input_image' is no text"),
         ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}], "a JSON object as text"),
         ([{"type": "function_call", "call_id": "c", "arguments": "{}"}], "'name' is text, not null"),
+        ([{"role": "user", "content": [{"type": ["input_text"], "text": "x"}]}], "is no text"),
         ([{"type": "computer_call"}], "type 'computer_call'"),
     ],
 )
 def test_what_cannot_be_read_is_named(input, says):
     with pytest.raises(responses.MalformedItem, match=says.replace("[", r"\[")):
         responses.messages_of(input)
+
+
+def test_instructions_are_text():
+    with pytest.raises(responses.MalformedItem, match="instructions are text, not int"):
+        responses.messages_of("hi", 3)
 
 
 def test_tools_are_read_back():

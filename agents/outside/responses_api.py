@@ -81,11 +81,8 @@ def parse(body: Any) -> Asked:
     form = text.get("format") if isinstance(text, Mapping) else text
     if form not in (None, {"type": "text"}):
         raise Refusal(400, f"the text's format cannot be {json.dumps(form)[:60]}: leave it out")
-    instructions = body.get("instructions")
-    if not (instructions is None or isinstance(instructions, str)):
-        raise Refusal(400, "instructions are text")
     try:
-        messages = messages_of(body.get("input"), instructions)
+        messages = messages_of(body.get("input"), body.get("instructions"))
         tools = tools_of(body.get("tools"))
     except MalformedItem as error:
         raise Refusal(400, str(error)) from None

@@ -16,7 +16,7 @@ from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.responses import Item, input_items, output_items, response
 from envgym.types import Message
 
-from .aggregate import aggregate
+from .aggregate import TASK, aggregate
 from .playing import Playing, action_of
 from .resources import body_of
 from .rows import PARAMS, UnknownRow, place_of, pose, said
@@ -44,8 +44,10 @@ class AgentServer:
 
     async def _aggregate(self, request: web.Request) -> web.Response:
         results = (await body_of(request)).get("verify_responses")
-        if not isinstance(results, list) or not all(isinstance(result, Mapping) for result in results):
-            raise web.HTTPUnprocessableEntity(text="verify_responses is a list of objects")
+        if not isinstance(results, list) or not all(
+            isinstance(result, Mapping) and isinstance(result.get(TASK, 0), int) for result in results
+        ):
+            raise web.HTTPUnprocessableEntity(text=f"verify_responses is a list of objects, {TASK} a number")
         return web.json_response(aggregate(results))
 
     async def _run(self, request: web.Request) -> web.Response:

@@ -31,7 +31,8 @@ def aggregate(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, float]:
     response = result.get("response")
-    usage = (response.get("usage") if isinstance(response, Mapping) else None) or {}
+    usage = response.get("usage") if isinstance(response, Mapping) else None
+    usage = usage if isinstance(usage, Mapping) else {}
     found = {name: number(value) for name, value in {**result, **usage}.items() if not name.startswith("_")}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -88,7 +88,8 @@ def action_of(response: Any) -> Action | None:
     except MalformedItem as error:
         raise InvalidStep(str(error)) from None
     calls = tuple(_call(item) for item in items if item.get("type") == "function_call")
-    tokens = tuple(token for item in items for token in item.get("generation_token_ids") or ())
+    sampled = [item.get("generation_token_ids") for item in items]
+    tokens = tuple(token for token_ids in sampled if isinstance(token_ids, list) for token in token_ids)
     cut = bool(response.get("incomplete_details"))
     if not items or (cut and not (text or calls or tokens)):
         return None

@@ -118,6 +118,7 @@ def test_a_row_is_a_task_and_is_kept_whole(serving, path):
     [
         ({"prompt": "hi"}, "not a row of NeMo-Gym: responses_create_params.input is missing"),
         ({"responses_create_params": {"input": [{"role": "tool", "content": ""}]}}, "input item 0: a message's role"),
+        ({"responses_create_params": {"input": "hi", "instructions": 3}}, "instructions are text, not int"),
         ({"responses_create_params": {"input": "hi", "tools": [{"type": "web_search"}]}}, "tool 0 is 'web_search'"),
         ({"responses_create_params": {"input": "hi", "tools": [{**TOOL, "name": "verify"}]}}, "'verify' is no name"),
         ({"responses_create_params": {"input": "hi", "tools": [{**TOOL, "name": "../x"}]}}, r"'\.\./x' is no name"),

@@ -144,6 +144,7 @@ def test_of_episodes_begun_under_one_cookie_at_once_the_last_stays():
         ("/seed_session", b"{}", 400, "a JSON object"),  # in an encoding that nobody knows
         ("/verify", {"response": 1}, 422, "a list `output`"),
         ("/step", {"response": {"output": [{"role": "assistant", "content": 3}]}}, 422, "content is text"),
+        ("/aggregate_metrics", {"verify_responses": [{"_ng_task_index": []}]}, 422, "a list of objects"),
     ],
 )
 def test_what_cannot_be_read_is_the_senders_mistake(path, body, status, says):
@@ -155,6 +156,17 @@ def test_what_cannot_be_read_is_the_senders_mistake(path, body, status, says):
     answer = asyncio.run(main())
     assert answer[0] == status
     assert says in answer[1]
+
+
+def test_token_ids_that_are_none_are_left_out():
+    said = {"response": {"output": [{"role": "assistant", "content": "done", "generation_token_ids": 3}]}}
+
+    async def main():
+        async with serving_it() as (_, row, post):
+            await post("/reset", row)
+            return await post("/step", said)
+
+    assert asyncio.run(main())[0] == 200
 
 
 def test_the_model_server_gets_the_cookies_of_its_own_session_back():
