@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ class Playing:
         return {**{name: value for name, value in more.items() if name not in row}, "reward": self.reward}
 
     async def close(self) -> None:
-        await self._env.close()
+        with contextlib.suppress(Exception):  # the episode is over: this changes nothing
+            await self._env.close()
 
 
 def action_of(response: Any) -> Action | None:

@@ -60,7 +60,7 @@ class Sessions:
         old = self._sessions.pop(id, None)
         self._sessions[id] = Session(playing, time.monotonic())
         if old is not None:
-            await _close(old)
+            await old.playing.close()
 
     def get(self, id: str) -> Session | None:
         session = self._sessions.get(id)
@@ -71,7 +71,7 @@ class Sessions:
     async def close(self, id: str) -> None:
         session = self._sessions.pop(id, None)
         if session is not None:
-            await _close(session)
+            await session.playing.close()
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -94,8 +94,3 @@ class Sessions:
                 await sweeping
             for id in list(self._sessions):
                 await self.close(id)
-
-
-async def _close(session: Session) -> None:
-    with contextlib.suppress(Exception):  # the episode is over: this changes nothing
-        await session.playing.close()

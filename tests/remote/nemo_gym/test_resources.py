@@ -41,10 +41,16 @@ class Fragile(Env):
         Fragile.open -= 1
 
 
+class Clinging(Fragile):
+    async def close(self):
+        await super().close()
+        raise OSError("the port is still held")
+
+
 @asynccontextmanager
-async def serving_it(most=10, model_server=None):
+async def serving_it(most=10, model_server=None, env=Fragile):
     """Gives the sessions, a row, and `post(path, body, client)`."""
-    spec = EnvSpec("Fragile-v0", Fragile)
+    spec = EnvSpec("Fragile-v0", env)
     sessions = Sessions(most)
     [row] = [row async for row in rows(spec, "fragile", "fragile_agent", "train", 1)]
     Fragile.steps = Fragile.open = 0
@@ -167,6 +173,24 @@ def test_token_ids_that_are_none_are_left_out():
             return await post("/step", said)
 
     assert asyncio.run(main())[0] == 200
+
+
+def test_what_goes_wrong_when_an_episode_is_over_costs_it_nothing():
+    async def model(request):
+        return web.json_response(response(output_items(WORDS)))
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/v1/responses", model)
+        async with TestServer(app) as model_server:
+            url = f"http://127.0.0.1:{model_server.port}"
+            async with serving_it(model_server=url, env=Clinging) as (_, row, post):
+                await post("/seed_session", row)
+                return await post("/run", row), await post("/verify", saying(row, WORDS))
+
+    for status, text in asyncio.run(main()):
+        assert status == 200
+        assert '"reward": 0.5' in text
 
 
 def test_the_model_server_gets_the_cookies_of_its_own_session_back():
