@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 
 class Deadline:
@@ -20,9 +21,11 @@ class Deadline:
         self._is_open = False
 
     async def __aenter__(self) -> Deadline:
+        self._loop = asyncio.get_running_loop()
+        self._alarm = _alarm(self._loop)
         await self._timeout.__aenter__()
-        self._loop, self._is_open = asyncio.get_running_loop(), True
-        self._run()
+        self._alarm.set(self._timeout, self._loop.time() + self._left)
+        self._is_open = True
         self._token = _AROUND.set((*_AROUND.get(), self))
         return self
 
@@ -31,34 +34,77 @@ class Deadline:
     ) -> None:
         _AROUND.reset(self._token)
         self._is_open = False
+        self._alarm.unset(self._timeout, 0.0)
         await self._timeout.__aexit__(kind, error, traceback)
 
     def expired(self) -> bool:
         return self._timeout.expired()
 
+    def expire(self) -> None:
+        """Be over now."""
+        if self._counts():
+            self._alarm.set(self._timeout, self._loop.time())
+
     @contextlib.contextmanager
     def _stopped(self) -> Iterator[None]:
         self._waits += 1
         if self._waits == 1 and self._counts():
-            self._left = (self._timeout.when() or 0.0) - self._loop.time()
-            self._timeout.reschedule(None)
+            now = self._loop.time()
+            self._left = self._alarm.unset(self._timeout, now) - now
         try:
             yield
         finally:
             self._waits -= 1
             if self._waits == 0 and self._counts():
-                self._run()
+                self._alarm.set(self._timeout, self._loop.time() + self._left)
 
     def _counts(self) -> bool:
         """Whether it can still expire: a request that several wait for may outlive the episode that made it."""
         return self._is_open and not self.expired() and asyncio.get_running_loop() is self._loop
 
-    def _run(self) -> None:
-        self._timeout.reschedule(self._loop.time() + self._left)
+
+class _Alarm:
+    """When the deadlines of one event loop are due, behind one timer: a timer for each costs as much as many a call
+    that is under one. It refers to no loop but by deadlines that run, so that a loop can be forgotten."""
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.Timeout, float] = {}
+        self._rings_at: float | None = None
+
+    def set(self, timeout: asyncio.Timeout, when: float) -> None:
+        self._due[timeout] = when
+        if self._rings_at is None or when < self._rings_at:
+            self._ring_at(when)
+
+    def unset(self, timeout: asyncio.Timeout, now: float) -> float:
+        """When it would have been due; now, where it was."""
+        return self._due.pop(timeout, now)
+
+    def _ring_at(self, when: float) -> None:
+        self._rings_at = when
+        asyncio.get_running_loop().call_at(when, self._ring, when)
+
+    def _ring(self, now: float) -> None:
+        if now != self._rings_at:
+            return  # it was set for an earlier time since
+        self._rings_at = None
+        for timeout in [timeout for timeout, when in self._due.items() if when <= now]:
+            del self._due[timeout]
+            timeout.reschedule(now)
+        if self._due:
+            self._ring_at(min(self._due.values()))
 
 
 _AROUND: ContextVar[tuple[Deadline, ...]] = ContextVar("AROUND", default=())
 """The deadlines that what is running is under."""
+_ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarm] = WeakKeyDictionary()
+
+
+def _alarm(loop: asyncio.AbstractEventLoop) -> _Alarm:
+    found = _ALARMS.get(loop)
+    if found is None:
+        found = _ALARMS[loop] = _Alarm()
+    return found
 
 
 @contextlib.contextmanager

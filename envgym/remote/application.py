@@ -13,24 +13,27 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aiohttp import web
+from aiohttp import WSCloseCode, web
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
 from envgym.env import EnvSpec
 
 from . import openapi
-from .connections import SERVER, Connections, problem_response
+from .connections import SERVER, Connections, problem_answer, problem_response
 from .encoding import encode
+from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, Answer
 from .hosted import Hosted
 from .limits import Limits
+from .links import Answering, Socket
 from .prometheus import CONTENT_TYPE, ServerMetrics
 from .routes import Route, match
-from .sessions import RETRY_SECONDS, Session, Sessions
+from .sessions import RETRY_SECONDS, Sessions
 from .tokens import ANYONE, Client, Tokens
 from .wire import (
     Alive,
     Batch,
+    BatchClose,
     BatchOpen,
     BatchStep,
     EnvList,
@@ -47,18 +50,25 @@ from .wire import (
 SHUTDOWN_SECONDS = 10.0
 """How long requests in flight may take to finish at the end."""
 
+CLOSE_SECONDS = 2.0
+"""How long a client may take to say that it heard the end of a channel."""
+MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
+"""Bytes of the largest message over a channel: what is larger is sent as a request of its own."""
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Call:
-    """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw."""
+    """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw; and the
+    request itself, where it came over HTTP."""
 
     client: Client
     values: list[str]
     query: Any = None
     body: Any = None
     raw: bytes = b""
+    request: web.BaseRequest | None = None
 
 
 class Application:
@@ -71,6 +81,9 @@ class Application:
         self._limits = limits
         self._tokens = tokens
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
+        self._channels: set[web.WebSocketResponse] = set()
+        self._links: set[Answering] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
     async def running(
@@ -87,11 +100,13 @@ class Application:
         finally:
             self.sessions.draining = True
             reaper.cancel()
+            await asyncio.gather(*(channel.close(code=WSCloseCode.GOING_AWAY) for channel in self._channels))
             await runner.cleanup()
             await self.sessions.close_all()
 
     async def drain(self) -> None:
-        """Take no new sessions, and wait for those there are to be closed, as long as the limits allow."""
+        """Take no new sessions, and wait until those there are have been closed and every request is answered, as long
+        as the limits allow."""
         self.sessions.draining = True
         if len(self.sessions):
             seconds = self._limits.drain_seconds
@@ -99,10 +114,17 @@ class Application:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_seconds):
                 await self.sessions.emptied()
+                if self._in_flight:
+                    await asyncio.wait(self._in_flight)
+                await asyncio.gather(*(link.finish() for link in self._links))
 
     async def _reap(self) -> None:
+        loop, seconds = asyncio.get_running_loop(), self._limits.lease_seconds / 10
         while True:
-            await asyncio.sleep(self._limits.lease_seconds / 10)
+            due = loop.time() + seconds
+            await asyncio.sleep(seconds)
+            if loop.time() > due + seconds:
+                continue  # something held the loop up: the heartbeats that came meanwhile are still to be read
             try:
                 await self.sessions.close_expired()
             except Exception:
@@ -129,8 +151,7 @@ class Application:
 
     async def open(self, call: Call) -> bytes:
         opening: Opening = call.body
-        session = self.sessions.open(call.client, opening)
-        return await session.answer(session.opened())
+        return await self.sessions.open(call.client, opening).open()
 
     async def heartbeat(self, call: Call) -> bytes:
         heartbeat: Heartbeat = call.body
@@ -138,43 +159,31 @@ class Application:
 
     async def step(self, call: Call) -> bytes:
         step: Step = call.body
-        session = self.sessions.get(call.client, call.values[0])
-        return await session.answer(session.step(step))
+        return await self.sessions.get(call.client, call.values[0]).step(step)
 
     async def close(self, call: Call) -> None:
         await self.sessions.close(call.client.name, call.values[0])
 
     async def batch(self, call: Call) -> bytes:
         batch: Batch = call.body
-        begun = [self._begin(call.client, request) for request in batch.requests]  # side by side from here on
-        return b'{"answers":[' + b",".join([await self._finish(work) for work in begun]) + b"]}"
+        working = [asyncio.create_task(self._of_batch(call.client, request)) for request in batch.requests]
+        return b'{"answers":[' + b",".join([await work for work in working]) + b"]}"
 
-    def _begin(
-        self, client: Client, request: Any
-    ) -> tuple[Session, asyncio.Task[bytes]] | asyncio.Task[None] | Problem:
+    async def _of_batch(self, client: Client, request: BatchOpen | BatchStep | BatchClose) -> bytes:
+        """The answer to one request of a batch, an encoded `BatchAnswer`."""
         try:
             if isinstance(request, BatchStep):
-                session = self.sessions.get(client, request.session_id)
-                return session, session.step(request)
-            if isinstance(request, BatchOpen):
-                session = self.sessions.open(client, request)
-                return session, session.opened()
-            return asyncio.create_task(self.sessions.close(client.name, request.session_id))
-        except Problem as problem:
-            return problem
-
-    async def _finish(self, work: tuple[Session, asyncio.Task[bytes]] | asyncio.Task[None] | Problem) -> bytes:
-        if isinstance(work, asyncio.Task):
-            await work
-            return b'{"status":204,"body":null}'
-        if not isinstance(work, Problem):
-            session, task = work
-            try:
-                return b'{"status":200,"body":' + await session.answer(task) + b"}"
-            except Problem as problem:
-                work = problem
-        self._count_refusal(work.body)
-        return b'{"status":%d,"body":%b}' % (work.status, encode(work.body))
+                done = await self.sessions.get(client, request.session_id).step(request)
+            elif isinstance(request, BatchOpen):
+                done = await self.sessions.open(client, request).open()
+            else:
+                await self.sessions.close(client.name, request.session_id)
+                return b'{"status":204,"body":null}'
+        except Exception as error:
+            problem = error if isinstance(error, Problem) else _defect("POST", "/v1/batch")
+            self._count_refusal(problem.body)
+            return b'{"status":%d,"body":%b}' % (problem.status, encode(problem.body))
+        return b'{"status":200,"body":' + done + b"}"
 
     async def live(self, call: Call) -> bytes:
         return encode(Health(status="ok"))
@@ -184,41 +193,81 @@ class Application:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         return encode(Health(status="ready"))
 
-    async def metrics(self, call: Call) -> web.Response:
-        return web.Response(body=self._counts.text().encode(), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics(self, call: Call) -> Answer:
+        return Answer(200, CONTENT_TYPE, self._counts.text().encode())
 
     async def openapi(self, call: Call) -> bytes:
         return self._openapi
+
+    async def channel(self, call: Call) -> web.WebSocketResponse:
+        """Answer the requests that come over a WebSocket until it ends."""
+        socket = web.WebSocketResponse(
+            timeout=CLOSE_SECONDS, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=MAX_CHANNEL_MESSAGE
+        )
+        if call.request is None or not socket.can_prepare(call.request):
+            raise _UpgradeRequired()
+        socket.headers["Server"] = SERVER
+        await socket.prepare(call.request)
+        self._channels.add(socket)
+        try:
+            async with self.answering(socket, call.client) as answering:
+                await answering.run()
+        except ValueError:
+            logger.warning("a channel of %s said what is no request; it is closed", call.client.name)
+        finally:
+            self._channels.discard(socket)
+            await socket.close()
+        return socket
+
+    @contextlib.asynccontextmanager
+    async def answering(self, socket: Socket, client: Client) -> AsyncIterator[Answering]:
+        """The end of a WebSocket of `client` that answers; `drain` waits for what it has to answer."""
+        answering = Answering(socket, functools.partial(self.answer, client))
+        self._links.add(answering)
+        try:
+            yield answering
+        finally:
+            self._links.discard(answering)
 
     # -- from request to call -----------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every error is a problem, and the server lives on."""
         try:
-            answer = await self._carry_out(*await self._admit(request))
+            route, call = await self._admit(request)
+            # In a task of its own: what an environment's step leaves in its context is not the next request's.
+            working = asyncio.create_task(self._carry_out(route, call))
+            if route.name != "channel":
+                self._in_flight.add(working)
+                working.add_done_callback(self._in_flight.discard)
+            answer = await working
         except Problem as problem:
             return self._refuse(request, problem)
         except Exception:
             return self._refuse(request, _defect(request.method, request.rel_url.raw_path))
-        answer.headers["Server"] = SERVER
-        return answer
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        head = {"Content-Type": answer.content_type, "Server": SERVER} if answer.content_type else {"Server": SERVER}
+        return web.Response(body=answer.content or None, status=answer.status, headers=head)
 
-    async def answer(self, client: Client, method: str, target: str, body: bytes) -> web.Response:
-        """The answer to a request that did not come over HTTP, of a client that was let in. `target` is a path with
-        its query. Every error is a problem."""
+    async def answer(self, client: Client, method: str, target: str, body: bytes) -> Answer:
+        """The answer to a request that came over a WebSocket, of a client that was let in. `target` is a path with its
+        query. Every error is a problem."""
         try:
-            return await self._carry_out(*_admitted(client, method, target, body))
+            answer = await self._carry_out(*_admitted(client, method, target, body))
+            assert isinstance(answer, Answer)
+            return answer
         except Problem as problem:
             self._count_refusal(problem.body)
-            return problem_response(problem)
+            return problem_answer(problem)
         except Exception:
-            return problem_response(_defect(method, target))
+            return problem_answer(_defect(method, target))
 
-    async def _carry_out(self, route: Route, call: Call) -> web.Response:
-        answer: bytes | web.Response | None = await getattr(self, route.name)(call)
+    async def _carry_out(self, route: Route, call: Call) -> Answer | web.WebSocketResponse:
+        answer: bytes | Answer | web.WebSocketResponse | None = await getattr(self, route.name)(call)
         if isinstance(answer, bytes):
-            return web.Response(body=answer, content_type="application/json")
-        return web.Response(status=204) if answer is None else answer
+            return Answer(200, "application/json", answer)
+        return _DONE if answer is None else answer
 
     async def _admit(self, request: web.BaseRequest) -> tuple[Route, Call]:
         """The route and the call of a request. Raises a `Problem` where it may not, or cannot, be carried out."""
@@ -239,7 +288,7 @@ class Application:
             raise missing
         if route is None:
             raise _MethodNotAllowed(routes)
-        call = Call(client, values)
+        call = Call(client, values, request=request)
         if route.query is not None:
             call.query = _query(route.query, request.rel_url)
         if route.body is not None:
@@ -275,6 +324,8 @@ class Application:
         response = problem_response(problem)
         if isinstance(problem, _MethodNotAllowed):
             response.headers["Allow"] = ", ".join(problem.allowed)
+        if isinstance(problem, _UpgradeRequired):
+            response.headers.update(Connection="Upgrade", Upgrade="websocket")
         if not request.content.is_eof():  # the rest of the body is not wanted
             response.force_close()
         return response
@@ -285,14 +336,14 @@ class Application:
 
 
 def _admitted(client: Client, method: str, target: str, body: bytes) -> tuple[Route, Call]:
-    url = URL(target, encoded=True)
-    routes, values = match(url.raw_path)
+    path, _, query = target.partition("?")
+    routes, values = match(path)
     route = routes.get(method)
     if route is None:
         raise _MethodNotAllowed(routes)
     call = Call(client, values)
     if route.query is not None:
-        call.query = _query(route.query, url)
+        call.query = _query(route.query, URL.build(query_string=query, encoded=True))
     if route.body is not None:
         call.raw, call.body = body, _parse(route.body, body)
     return route, call
@@ -303,7 +354,13 @@ def _defect(method: str, target: str) -> Problem:
     return Problem(500, "internal-error", "a defect of the server; its log has more")
 
 
+_DONE = Answer(204, "", b"")
 _NO_ROUTES: tuple[Mapping[str, Route], list[str]] = ({}, [])
+
+
+class _UpgradeRequired(Problem):
+    def __init__(self) -> None:
+        super().__init__(426, "invalid-request", "this path is for a WebSocket")
 
 
 class _MethodNotAllowed(Problem):

@@ -21,6 +21,7 @@ from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.types import Action, Episode, Judgement, Observation, Task
 
 from .access import access, parse_address
+from .frames import Method
 from .remote_tasks import RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
 from .transport import Counters, Full, HttpTransport, RemoteError, as_error
@@ -125,7 +126,7 @@ class ServedEnvSpec(EnvSpec):
     def make(self) -> CheckedEnv:
         return RemoteEnv(self)
 
-    async def ask_any(self, model: type[B], method: str, path: str, body: BaseModel | None = None) -> B:
+    async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
         """What a server that is up says to a request below the environment's own path."""
         replicas, config = self.replicas, self.config
         while True:
@@ -291,7 +292,7 @@ class RemoteEnv(CheckedEnv):
         self.spec.report_dropped(stepped.dropped)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
-    async def _ask(self, model: type[B], method: str, path: str, body: BaseModel, patience: float) -> B:
+    async def _ask(self, model: type[B], method: Method, path: str, body: BaseModel, patience: float) -> B:
         """A request to the session, whose lease it renews."""
         place, session = self._place, self._session
         assert place is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from .frames import Answer
 from .wire import Problem
 
 LINGER_SECONDS = 5.0
@@ -24,10 +25,16 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def problem_response(problem: Problem) -> web.Response:
+def problem_answer(problem: Problem) -> Answer:
     """A problem as it is sent."""
-    body = json.dumps(problem.body.model_dump(exclude_defaults=True)).encode()
-    response = web.Response(body=body, status=problem.status, content_type="application/problem+json")
+    content = json.dumps(problem.body.model_dump(exclude_defaults=True)).encode()
+    return Answer(problem.status, "application/problem+json", content)
+
+
+def problem_response(problem: Problem) -> web.Response:
+    """A problem as it is sent over HTTP."""
+    answer = problem_answer(problem)
+    response = web.Response(body=answer.content, status=answer.status, content_type=answer.content_type)
     response.headers["Server"] = SERVER
     if problem.body.retry_after is not None:
         response.headers["Retry-After"] = f"{max(1, round(problem.body.retry_after))}"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 
 from envgym.errors import InvalidStep
 
+from .wire import Step, Stepped
+
+MAX_BITS = 4096
+"""Of the largest whole number in `info`: Python itself reads no more than some 14,000 in text."""
 # Made once: it takes longer to make one than to encode a step. What refers to itself is a RecursionError all the same.
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
@@ -21,10 +27,22 @@ def encode(body: BaseModel) -> bytes:
     Raises `InvalidStep` where a field that must arrive whole (a task, an observation, options) holds something
     JSON has no word for: a set, bytes, a number that is not finite.
     """
+    if _is_typed(body):  # a step more often than not; four times as fast
+        with contextlib.suppress(PydanticSerializationError):
+            return body.__pydantic_serializer__.to_json(body, warnings="error")
     try:
         return _STRICT.encode(body.model_dump()).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidStep(f"{type(body).__name__} cannot be sent as JSON: {error}") from None
+
+
+def _is_typed(body: BaseModel) -> bool:
+    """Whether every value in it is of a type that JSON has: pydantic alone would write a set as a list, and a number
+    that is not finite as null. The `info` of a `Stepped` went through `encodable_info`."""
+    if isinstance(body, Stepped):
+        said = body.observation
+        return not (said.sampling or said.tools or any(message.tool_calls for message in said.messages))
+    return isinstance(body, Step) and not body.action.tool_calls
 
 
 def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -37,21 +55,29 @@ def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for key, value in info.items():
-        if isinstance(key, str) and isinstance(value, Mapping):
-            kept[key], inner = encodable_info(value)
-            dropped += [f"{key}.{name}" for name in inner]
-            continue
         try:
             if not isinstance(key, str):
                 raise TypeError
-            kept[key] = _encodable(value)
-        except (TypeError, ValueError):
-            dropped.append(str(key))
+            key.encode()
+            if isinstance(value, Mapping):
+                kept[key], inner = encodable_info(value)
+                dropped += [f"{key}.{name}" for name in inner]
+            else:
+                kept[key] = _encodable(value)
+        except Exception:  # whatever `tolist` of something else raises, or too deep a nesting
+            dropped.append(repr(key) if not isinstance(key, str) else key.encode("utf-8", "replace").decode())
     return kept, tuple(dropped)
 
 
 def _encodable(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        value.encode()  # raises where it holds what UTF-8 has no word for
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise ValueError("too long")
         return value
     if isinstance(value, float):
         if not math.isfinite(value):

@@ -1,28 +1,39 @@
-"""What a server that joined and its trainer send each other over their one connection, a WebSocket.
+"""Requests and answers over a WebSocket, many at once and each answered when it is done.
 
-The server dials out and says `Hello`; from then on the trainer sends requests and the server answers, each in a binary
-message: a line of JSON (`Ask` or `Answered`) and the body behind it. Requests are those of `routes`, and may be sent
-again like them, over another connection of the same server too. A text message of the server is a `Hello` again: with
-`leaving`, it takes no new sessions from now on.
+A binary message holds some of them: a line of JSON that lists their heads, and behind it their bodies, one after the
+other. Requests are those of `routes`, and may be sent again like them, over another connection too. Either end may
+have made the connection: a client that steps a server's sessions (`CHANNEL_PATH`), or a server that joins a trainer
+(`JOIN_PATH`). The latter says `Hello` first, as a text message, and again with `leaving` once it takes no new sessions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from .wire import MAX_BODY, VERSION, Wire
 
+CHANNEL_PATH = "/v1/channel"
 JOIN_PATH = "/v1/join"
-MAX_MESSAGE = MAX_BODY + 2**16
-"""Bytes of the largest message: a body and its line."""
+MAX_MESSAGE = MAX_BODY + 2**20
+"""Bytes of the largest message: the largest body, and the heads with what is sent beside it."""
+FULL_MESSAGE, FULL_COUNT = 2**18, 16
+"""Bytes and requests after which a message gets no further one: while one end reads it, the other fills the next."""
+CHANNEL_BODY = 2**20
+"""Bytes of the largest body that a client sends over a channel: larger ones would hold up all others there."""
 PING_SECONDS = 10.0
-"""Both sides ask so often whether the other is there; half of it without an answer ends the connection."""
+"""Both sides of a connection to a trainer ask so often whether the other is there; half of it without an answer ends
+the connection."""
+CHANNEL_PING_SECONDS = 30.0
+"""The same of a channel. It is not how a server that stands still is told: its sessions' leases are (`leases`)."""
 HELLO_SECONDS = 10.0
 """How long a server may take to say who it is."""
 
-M = TypeVar("M", bound=Wire)
+Method = Literal["GET", "POST", "DELETE"]
+Length = Annotated[int, Field(ge=0)]
 
 
 class Hello(Wire):
@@ -35,28 +46,42 @@ class Hello(Wire):
     leaving: bool = False
 
 
-class Ask(Wire):
-    """A request: its path with the query. `number` is the connection's own."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered, or whoever stands before it. `retry_after` are seconds."""
 
-    number: int
-    method: Literal["GET", "POST", "DELETE"]
-    target: str
-
-
-class Answered(Wire):
-    """The answer to the request of that `number`."""
-
-    number: int
     status: int
     content_type: str
+    content: bytes
+    retry_after: float = 1.0
 
 
-def pack(head: Wire, body: bytes) -> bytes:
+AskHead = tuple[int, Method, str, Length]
+"""A request's number, which is the connection's own, its method, its path with the query, and its body's length."""
+AnswerHead = tuple[int, int, str, Length]
+"""The number of the request that is answered, status, content type, and the body's length."""
+ASKS: TypeAdapter[list[AskHead]] = TypeAdapter(list[AskHead])
+ANSWERS: TypeAdapter[list[AnswerHead]] = TypeAdapter(list[AnswerHead])
+
+H = TypeVar("H", AskHead, AnswerHead)
+
+
+def pack(heads: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
     """One message."""
-    return head.model_dump_json().encode() + b"\n" + body
+    return b"".join([heads.dump_json([head for head, _ in items]), b"\n", *(body for _, body in items)])
 
 
-def unpack(model: type[M], message: bytes) -> tuple[M, bytes]:
-    """The line and the body of a message. Raises `ValueError` for one that is none."""
-    head, _, body = message.partition(b"\n")
-    return model.model_validate_json(head, strict=True), body
+def unpack(heads: TypeAdapter[list[H]], message: bytes) -> Iterator[tuple[H, bytes]]:
+    """The heads and the bodies of a message. Raises `ValueError` for one that is none."""
+    line, newline, _ = message.partition(b"\n")
+    found = heads.validate_json(line, strict=True)
+    end = len(line) + len(newline)
+    if end + sum(head[3] for head in found) != len(message):
+        raise ValueError("the bodies are not as long as their heads say")
+    return _bodies(found, message, end)
+
+
+def _bodies(heads: list[H], message: bytes, end: int) -> Iterator[tuple[H, bytes]]:
+    for head in heads:
+        begin, end = end, end + head[3]
+        yield head, message[begin:end]

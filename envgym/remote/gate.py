@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,10 @@ from envgym.errors import ConfigError
 
 from .application import refuse_web_pages
 from .connections import Connections, problem_response
-from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answered, Ask, Hello, pack, unpack
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method
+from .links import Asking
 from .server import listen, tls_context
 from .tokens import ANYONE, Client, Tokens
-from .transport import Answer
 from .wire import MAX_BODY, VERSION, Problem
 
 GONE_SECONDS = 120.0
@@ -47,9 +46,8 @@ class Member:
         self.label = f"{hello.name}-{hello.instance[:4]}"
         self.is_gone = False
         self._socket: web.WebSocketResponse | None = None
+        self._asking: Asking | None = None
         self._there = asyncio.Event()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.closing: set[asyncio.Task[bool]] = set()
 
     @property
@@ -68,44 +66,28 @@ class Member:
                 await self._there.wait()
         return self._there.is_set()
 
-    async def send(self, method: str, target: str, body: bytes | None) -> Answer:
+    async def send(self, method: Method, target: str, body: bytes) -> Answer:
         """The answer to a request over the connection there is. Raises `ConnectionError` where it drops meanwhile."""
-        link = self._socket
-        if link is None:
+        if self._asking is None:
             raise ConnectionError("it is not connected")
-        number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        try:
-            ask = Ask.model_validate({"number": number, "method": method, "target": target})
-            await link.send_bytes(pack(ask, body or b""))
-            return await answer
-        except (aiohttp.ClientError, ConnectionError) as error:
-            answer.cancel()
-            if self._socket is link:  # it is closing; what it still says counts for nothing
-                self.drop()
-            raise ConnectionError(str(error)) from None
-        finally:
-            del self._waiting[number]
+        return await self._asking.ask(method, target, body)
 
     async def listen(self, link: web.WebSocketResponse) -> None:
         """Hand on the answers that come over a connection, the newest this server has made, until it ends."""
         self.drop()  # an older one, of which only the server knows that it is dead
-        self._socket = link
+        self._socket, self._asking = link, Asking(link)
+        asking = self._asking
         self._there.set()
         self._told(self)
         try:
             async for message in link:
                 if message.type is aiohttp.WSMsgType.BINARY:
-                    answered, content = unpack(Answered, message.data)
-                    waiting = self._waiting.get(answered.number)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(Answer(answered.status, answered.content_type, content))
+                    asking.hear(message.data)
                 elif message.type is aiohttp.WSMsgType.TEXT:
                     said = Hello.model_validate_json(message.data, strict=True)
                     self.hello = self.hello.model_copy(update={"leaving": said.leaving})
                     self._told(self)
-        except (ValidationError, ValueError):
+        except ValueError:
             logger.warning("%s sent what is no answer; its connection is closed", self.label)
         finally:
             if self._socket is link:
@@ -117,9 +99,8 @@ class Member:
         if link is None:
             return
         self._there.clear()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(ConnectionError("the connection dropped"))
+        if self._asking is not None:
+            self._asking.end()
         closing = asyncio.create_task(link.close(code=aiohttp.WSCloseCode.GOING_AWAY))
         self.closing.add(closing)
         closing.add_done_callback(self.closing.discard)

@@ -77,13 +77,15 @@ class Hosted:
             episodes = [_episode(number, record) for number, record in enumerate(group.episodes)]
             judging = self._verdicts[key] = asyncio.create_task(self._decide(group, episodes))
             judging.add_done_callback(lambda task: self._forget(key, task))
-            if len(self._verdicts) > KEPT_VERDICTS:
-                self._verdicts.popitem(last=False)
+            done = [other for other, task in self._verdicts.items() if task.done()]
+            for other in done[:-KEPT_VERDICTS]:
+                del self._verdicts[other]
         return await asyncio.shield(judging)
 
     def _forget(self, key: bytes, task: asyncio.Task[bytes]) -> None:
-        if task.cancelled() or task.exception() is not None:  # asked again, the judge may do better
-            self._verdicts.pop(key, None)
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._verdicts.get(key) is task:  # asked again, the judge may do better
+            del self._verdicts[key]
 
     async def _decide(self, group: Group, episodes: Sequence[Episode]) -> bytes:
         async def decide() -> bytes:
@@ -117,7 +119,8 @@ class Hosted:
                 return await work
         except Problem:
             raise
-        except Exception as error:
+        except BaseException as error:
+            raise_what_stops_us(error)
             if deadline.expired():
                 self._metrics.failures.add(self.name, "environment-timeout")
                 detail = f"{what}: no answer within {self._limits.call_seconds:g} s"
@@ -127,25 +130,39 @@ class Hosted:
             if observe is not None:
                 observe(self.name, loop.time() - began)
 
-    def raised(self, error: Exception, what: str) -> Problem:
+    def raised(self, error: BaseException, what: str) -> Problem:
         """What the environment raised, for its client. That it raised is no fault of the server (no 5xx): with other
         actions it may well go on."""
         kind = type(error).__name__
         self._metrics.failures.add(self.name, kind)
+        try:
+            said = _sendable(str(error))
+        except Exception:
+            said = f"a {kind} that cannot be printed"
         if isinstance(error, EnvgymError):
-            logger.warning("%s: %s raised %s: %s", self.name, what, kind, error)
+            logger.warning("%s: %s raised %s: %s", self.name, what, kind, said)
         else:
             logger.error("%s: %s raised", self.name, what, exc_info=error)
         more: dict[str, Any] = {}
         if isinstance(error, InvalidOutcome):
             more = {"failure": error.kind, "retryable": error.retryable}
-        return Problem(422, "environment-error", _sendable(str(error)), error=kind, **more)
+        return Problem(422, "environment-error", said, error=kind, **more)
+
+
+def raise_what_stops_us(error: BaseException) -> None:
+    """Raise `error` where it ends the work of this server, and is not something an environment raised: that may be a
+    `CancelledError` of a task of its own, or `SystemExit`."""
+    if isinstance(error, Exception | SystemExit):
+        return
+    task = asyncio.current_task()
+    if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+        raise error
 
 
 def _episode(number: int, record: dict[str, Any]) -> Episode:
     try:
         return from_record(record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_sendable(str(error))})"
         raise Problem(422, "invalid-request", detail) from None
 

@@ -14,9 +14,10 @@ from envgym.errors import ConfigError, EnvgymError
 
 from .access import Address
 from .client import ConnectionConfig, ServedEnvSpec
+from .frames import Answer, Method
 from .gate import Gate, Member
 from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
-from .transport import Answer, Counters, RemoteError, Transport
+from .transport import Counters, RemoteError, Transport
 from .wire import MAX_BODY, EnvDescription
 
 SCHEME = "joined://"
@@ -77,7 +78,7 @@ class JoinedEnvSpec(ServedEnvSpec):
             await self.teardown()
             raise
 
-    async def ask_any(self, model: type[B], method: str, path: str, body: BaseModel | None = None) -> B:
+    async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
         """As on servers that stay, but another one is waited for where the last one goes."""
         replicas = self.replicas
         assert isinstance(replicas, JoinedReplicas)
@@ -97,12 +98,12 @@ class JoinedTransport(Transport):
         super().__init__(member.label, counters)
         self._member = member
 
-    async def _send(self, method: str, path: str, body: bytes | None) -> Answer:
+    async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
         if body is not None and len(body) > MAX_BODY:
             raise RemoteError("refused", f"{self.url}: a body has at most {MAX_BODY} bytes", retryable=False)
         while await self._member.connected(RESUME_SECONDS):
             try:
-                return await self._member.send(method, path, body)
+                return await self._member.send(method, path, body or b"")
             except ConnectionError:
                 self.counters.requests += 1
                 self.counters.retries += 1

@@ -14,8 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp import web
-from pydantic import ValidationError
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
@@ -23,13 +21,11 @@ from envgym.services import start_services
 
 from .access import Access, access
 from .application import Application
-from .connections import problem_response
-from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answered, Ask, Hello, pack, unpack
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Hello
 from .limits import Limits
 from .server import check_name, check_servable, stop_signals
 from .tokens import Client
 from .transport import FIRST_PAUSE
-from .wire import MAX_BODY, Problem
 
 LONGEST_PAUSE = 15.0
 """Seconds between two tries to reach the trainer, at most: it may be started long after the server."""
@@ -114,7 +110,6 @@ class Joining:
         self._hello = Hello(instance=uuid.uuid4().hex, name=name, weight=weight)
         self._on_joined: Callable[[], None] | None = on_joined
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Join, and join again. Raises `ConfigError` where the trainer refuses."""
@@ -177,34 +172,11 @@ class Joining:
                 self._on_joined()
                 self._on_joined = None
             try:
-                async for message in link:
-                    if message.type is not aiohttp.WSMsgType.BINARY:
-                        break
-                    task = asyncio.create_task(self._answer(link, message.data))
-                    self._answering.add(task)
-                    task.add_done_callback(self._answering.discard)
+                async with self._application.answering(link, TRAINER) as answering:
+                    await answering.run()
+            except ValueError:
+                logger.warning("%s sent a request that is none", self._url)
+                await link.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
             finally:
                 self._socket = None
-                for task in self._answering:  # the work goes on, and is waited for when the request comes again
-                    task.cancel()
             return True
-
-    async def _answer(self, link: aiohttp.ClientWebSocketResponse, message: bytes) -> None:
-        try:
-            ask, body = unpack(Ask, message)
-        except (ValidationError, ValueError):
-            logger.warning("%s sent a request that is none", self._url)
-            await link.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
-            return
-        response = await self._application.answer(TRAINER, ask.method, ask.target, body)
-        if len(_content(response)) > MAX_BODY:
-            response = problem_response(Problem(413, "too-large", f"the answer has more than {MAX_BODY} bytes"))
-        head = Answered(number=ask.number, status=response.status, content_type=response.content_type)
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # asked again over the next connection
-            await link.send_bytes(pack(head, _content(response)))
-
-
-def _content(response: web.Response) -> bytes:
-    body = response.body
-    assert body is None or isinstance(body, bytes)
-    return body or b""

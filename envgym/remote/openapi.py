@@ -23,6 +23,7 @@ STATUSES = {
     409: "It contradicts a request before it",
     413: "The body is too large",
     415: "The body is not declared as JSON",
+    426: "Asked without an upgrade to a WebSocket",
     422: "The request cannot be carried out as it stands, or the environment raised",
     429: "No room: as many sessions as there may be",
     503: "The server is shutting down",
@@ -75,6 +76,8 @@ def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any
 def _answer(route: Route) -> dict[str, Any]:
     if route.answer is None:
         return {"204": {"description": "Done"}}
+    if route.answer == 101:
+        return {"101": {"description": "A WebSocket from here on"}}
     if isinstance(route.answer, str):
         return {"200": {"description": route.summary, "content": {route.answer: {"schema": {}}}}}
     return {"200": {"description": route.summary, "content": {"application/json": {"schema": _ref(route.answer)}}}}

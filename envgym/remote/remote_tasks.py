@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from envgym.env import TaskSet
 from envgym.types import Task
 
+from .frames import Method
 from .transport import RemoteError
 from .wire import TaskPage
 
@@ -24,7 +25,7 @@ class RemoteTasks(TaskSet):
     `ask(TaskPage, "GET", path)` answers requests below the environment's own path.
     """
 
-    def __init__(self, ask: Callable[[type[TaskPage], str, str], Awaitable[TaskPage]], split: str, size: int | None):
+    def __init__(self, ask: Callable[[type[TaskPage], Method, str], Awaitable[TaskPage]], split: str, size: int | None):
         self._ask = ask
         self._split = split
         self._size = size

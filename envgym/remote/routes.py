@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import unquote
 
 from pydantic import BaseModel
@@ -30,13 +31,13 @@ from .wire import (
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`name` is the application's method; `answer` a body, another content type, or None for 204."""
+    """`name` is the application's method; `answer` a body, another content type, None for 204, or 101."""
 
     method: str
     path: str
     name: str
     summary: str
-    answer: type[BaseModel] | str | None
+    answer: type[BaseModel] | str | Literal[101] | None
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
     problems: tuple[int, ...] = ()
@@ -67,6 +68,10 @@ ROUTES = (
         "POST", "/v1/sessions/{session}/step", "step", "Take one step", Stepped, Step, problems=(404, 409),
     ),
     Route("DELETE", "/v1/sessions/{session}", "close", "Close a session; also one that is gone", None),
+    Route(
+        "GET", "/v1/channel", "channel", "A WebSocket for requests to many sessions, each answered when it is done",
+        101, problems=(426,),
+    ),
     Route("POST", "/v1/batch", "batch", "Open, step and close many sessions in one call", BatchAnswers, Batch),
     Route("GET", "/livez", "live", "Whether the process lives", Health, open=True),
     Route("GET", "/readyz", "ready", "Whether it takes new sessions", Health, problems=(503,), open=True),

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
 from envgym.types import Action
 
 from .encoding import encodable_info, encode
-from .hosted import Hosted
+from .hosted import Hosted, raise_what_stops_us
 from .limits import Limits
 from .prometheus import ServerMetrics
 from .tokens import Client
@@ -29,27 +29,31 @@ logger = logging.getLogger(__name__)
 class Session:
     """One environment instance, and the answers to the requests that may come again.
 
-    `reset` and each step run in a task of their own: they go on when the connection that asked for them drops,
-    and the repeated request waits for the same task.
+    `reset` and each step are done in the task of the request that asked first, which nothing but the session's end
+    cancels: it goes on when its connection drops, and the repeated request waits for the same answer.
     """
 
     def __init__(self, hosted: Hosted, opening: Opening, limits: Limits, metrics: ServerMetrics) -> None:
         self.hosted = hosted
         self.id = opening.session_id
-        self._asked = _asked(opening)
+        self._opening = opening
         self._limits = limits
         self._metrics = metrics
         self._last_used = time.monotonic()
         self._env: CheckedEnv | None = None
         self._step_id = -1
         self._action: Action | None = None
-        self._opened = asyncio.create_task(self._open(opening))
-        self._stepped = self._opened
+        self._opened: asyncio.Future[bytes] | None = None
+        self._newest: asyncio.Future[bytes] | None = None
+        """The answer to the newest request, done or not."""
+        self._working: asyncio.Task[object] | None = None
+        """The request in whose task the environment is at work."""
+        self._is_closed = False
 
     @property
     def idle_seconds(self) -> float:
         """Seconds since the last request, or since the environment was last at work; 0 while it is."""
-        return time.monotonic() - self._last_used if self._stepped.done() else 0.0
+        return time.monotonic() - self._last_used if self._working is None else 0.0
 
     def touch(self) -> None:
         """The lease begins anew."""
@@ -57,46 +61,78 @@ class Session:
 
     def opened_by(self, hosted: Hosted, opening: Opening) -> bool:
         """Whether `opening` asks for what this session was opened with."""
-        return self.hosted is hosted and self._asked == _asked(opening)
+        return self.hosted is hosted and _asked(self._opening) == _asked(opening)
 
-    def opened(self) -> asyncio.Task[bytes]:
-        """The work that opens the session; gives an encoded `Opened`."""
+    async def open(self) -> bytes:
+        """Make the instance and reset it, once; gives an encoded `Opened`."""
         self.touch()
-        return self._opened
+        if self._opened is None:
+            self._opened = self._newest = asyncio.get_running_loop().create_future()
+            return await self._work(self._open(self._opening), self._opened)
+        return await self._again(self._opened)
 
-    def step(self, step: Step) -> asyncio.Task[bytes]:
-        """The work of one step, begun now, or before if it is asked for again; gives an encoded `Stepped`."""
+    async def step(self, step: Step) -> bytes:
+        """Take one step, now, or before if it is asked for again; gives an encoded `Stepped`."""
         self.touch()
+        assert self._newest is not None
         if step.step_id == self._step_id:
             if step.action != self._action:
                 raise Problem(409, "step-conflict", f"step {step.step_id} was taken already, with another action")
-        elif step.step_id == self._step_id + 1 and self._stepped.done():
-            self._step_id, self._action = step.step_id, step.action
-            self._stepped = asyncio.create_task(self._take(step.action))
-        else:
+            return await self._again(self._newest)
+        if step.step_id != self._step_id + 1 or not self._newest.done():
             raise Problem(409, "step-conflict", f"step {step.step_id} cannot follow step {self._step_id}")
-        return self._stepped
+        self._step_id, self._action = step.step_id, step.action
+        self._newest = asyncio.get_running_loop().create_future()
+        return await self._work(self._take(step.action), self._newest)
 
-    async def answer(self, work: asyncio.Task[bytes]) -> bytes:
-        """What `work` of this session comes to; it goes on when whoever waits here is cancelled."""
+    async def _work(self, work: Awaitable[bytes], answer: asyncio.Future[bytes]) -> bytes:
+        """What the environment's work comes to, kept as `answer` for those who ask again."""
+        task = self._working = asyncio.current_task()
         try:
-            return await asyncio.shield(work)
+            if self._is_closed:
+                raise asyncio.CancelledError
+            result = await work
         except asyncio.CancelledError:
-            if work.cancelled():
-                raise Problem(404, "session-not-found", f"session {self.id} was closed meanwhile") from None
+            if not self._is_closed or task is None:
+                raise
+            task.uncancel()  # what was cancelled is the work; the request is still to be answered
+            raise self._closed_meanwhile() from None
+        except Exception as error:
+            answer.set_exception(error)
+            answer.exception()  # nobody may ask again
             raise
+        else:
+            answer.set_result(result)
+            return result
+        finally:
+            self._working = None
+            if not answer.done():
+                answer.cancel()
+            self.touch()
+
+    async def _again(self, answer: asyncio.Future[bytes]) -> bytes:
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                raise self._closed_meanwhile() from None
+            raise
+
+    def _closed_meanwhile(self) -> Problem:
+        return Problem(404, "session-not-found", f"session {self.id} was closed meanwhile")
 
     async def close(self) -> None:
         """Stop what runs and close the environment, whatever state it is in."""
-        self._stepped.cancel()
-        await asyncio.wait([self._stepped], timeout=CLOSE_SECONDS)
-        for work in (self._opened, self._stepped):
-            if work.done() and not work.cancelled():
-                work.exception()  # its client may never have asked
+        self._is_closed = True
+        if self._working is not None and self._newest is not None:
+            self._working.cancel()
+            await asyncio.wait([self._newest], timeout=CLOSE_SECONDS)
         if self._env is not None:
             try:
-                await asyncio.wait_for(self._env.close(), CLOSE_SECONDS)
-            except Exception:  # the session is over either way; its client has nobody to tell
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._env.close()
+            except BaseException as error:  # the session is over either way; its client has nobody to tell
+                raise_what_stops_us(error)
                 logger.exception("session %s: the environment did not close", self.id)
 
     async def _open(self, opening: Opening) -> bytes:
@@ -114,10 +150,7 @@ class Session:
                 Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
             )
 
-        try:
-            return await self.hosted.call(reset(), "reset", self._metrics.reset_seconds.observe)
-        finally:
-            self.touch()
+        return await self.hosted.call(reset(), "reset", self._metrics.reset_seconds.observe)
 
     async def _take(self, action: Action) -> bytes:
         if self._env is None:  # its constructor raised, and the client was told
@@ -136,10 +169,10 @@ class Session:
                     dropped=dropped,
                 )
             )
-        except Exception as error:
+        except BaseException as error:
+            raise_what_stops_us(error)
             raise self.hosted.raised(error, f"step {self._step_id}") from None
         finally:
-            self.touch()
             self._metrics.steps.add(self.hosted.name)
             self._metrics.step_seconds.observe(self.hosted.name, time.monotonic() - began)
 
@@ -202,7 +235,7 @@ class Sessions:
         if client.max_sessions is not None and self._by_client[client.name] >= client.max_sessions:
             detail = f"this client's quota of {client.max_sessions} sessions is used up"
             raise Problem(429, "quota-exceeded", detail, retry_after=RETRY_SECONDS)
-        if len(self._sessions) >= self._limits.max_sessions:
+        if self._by_env.total() >= self._limits.max_sessions:  # those that are being closed among them
             detail = f"all {self._limits.max_sessions} sessions of this server are taken"
             raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS)
         bound = hosted.spec.concurrency_bound()

@@ -16,16 +16,21 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from envgym import errors
+from envgym.deadline import Deadline
 from envgym.errors import EnvgymError, InvalidOutcome
 
 from .access import Access
 from .encoding import encode
+from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, Answer, Method
+from .links import Asking
 from .wire import ProblemBody
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
 CONNECT_SECONDS = 10.0
+NO_CHANNEL_SECONDS = 60.0
+"""After so long a server that took no WebSocket is tried with one again."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -71,24 +76,6 @@ class Counters:
     """Entries of `info` that JSON could not carry."""
 
 
-@dataclass(slots=True)
-class _Wait:
-    """A call that waits for its answer `until` then, by the loop's clock; what it fails with, where that is not why."""
-
-    until: float
-    failure: RemoteError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server answered, or whoever stands before it. `retry_after` are seconds."""
-
-    status: int
-    content_type: str
-    content: bytes
-    retry_after: float = 1.0
-
-
 class Transport(ABC):
     """Calls to one server, called `url`, from one event loop. Every call may be sent twice: the protocol makes that
     harmless."""
@@ -98,43 +85,28 @@ class Transport(ABC):
         self.last_heard = 0.0
         """The loop's time of the last answer, whatever it said."""
         self.counters = counters
-        self._waiting: dict[asyncio.Timeout, _Wait] = {}
-        self._alarm: asyncio.TimerHandle | None = None
+        self._waiting: dict[Deadline, RemoteError | None] = {}
+        """What each call fails with when its deadline is over, where that is not because of the time."""
         self._closed = False
 
     async def close(self) -> None:
         self._closed = True
-        if self._alarm is not None:
-            self._alarm.cancel()
 
     @abstractmethod
-    async def _send(self, method: str, path: str, body: bytes | None) -> Answer:
+    async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
         """The server's answer to one try. Raises a `RemoteError` of kind `connection` where there is none."""
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
-        now = asyncio.get_running_loop().time()
         what = f"the server has given no sign of life for {seconds:.0f} s"
-        for deadline, wait in self._waiting.items():
-            if not deadline.expired():
-                wait.failure = RemoteError("connection", f"{self.url}: {what}", retryable=True)
-                deadline.reschedule(now)
-
-    def _watch(self) -> None:
-        """End the waits that are due, and come again when the next one is. A timer for each call costs more than to
-        encode its body."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for deadline, wait in self._waiting.items():
-            if wait.until <= now and not deadline.expired():
-                deadline.reschedule(now)
-        later = [wait.until for wait in self._waiting.values() if wait.until > now]
-        self._alarm = loop.call_at(min(later), self._watch) if later else None
+        for deadline in self._waiting:
+            self._waiting[deadline] = RemoteError("connection", f"{self.url}: {what}", retryable=True)
+            deadline.expire()
 
     async def ask(
         self,
         model: type[B],
-        method: str,
+        method: Method,
         path: str,
         body: BaseModel | None = None,
         *,
@@ -153,7 +125,7 @@ class Transport(ABC):
             raise RemoteError("server", f"{self.url}: {what}; check the address", retryable=True) from None
 
     async def call(
-        self, method: str, path: str, body: bytes | None = None, *, seconds: float, patience: float = 0.0
+        self, method: Method, path: str, body: bytes | None = None, *, seconds: float, patience: float = 0.0
     ) -> bytes:
         """The body of a successful answer, within `seconds` for all tries together.
 
@@ -162,20 +134,15 @@ class Transport(ABC):
         """
         if self._closed:
             raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=False)
-        loop = asyncio.get_running_loop()
-        deadline = asyncio.timeout(None)
-        wait = self._waiting[deadline] = _Wait(loop.time() + seconds)
-        if self._alarm is None or wait.until < self._alarm.when():
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._alarm = loop.call_at(wait.until, self._watch)
+        deadline = Deadline(seconds)
+        self._waiting[deadline] = None
         try:
             async with deadline:
                 return await self._call(method, path, body, patience)
         except TimeoutError:
             self.counters.failures += 1
             what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-            raise wait.failure or RemoteError("timeout", f"{self.url}: {what}", retryable=True) from None
+            raise self._waiting[deadline] or RemoteError("timeout", f"{self.url}: {what}", retryable=True) from None
         except Full:
             raise  # whoever asks for a place waits for it
         except EnvgymError:
@@ -184,7 +151,7 @@ class Transport(ABC):
         finally:
             del self._waiting[deadline]
 
-    async def _call(self, method: str, path: str, body: bytes | None, patience: float) -> bytes:
+    async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
         now = asyncio.get_running_loop().time
         pause, give_up_at = FIRST_PAUSE, None
         while True:
@@ -214,7 +181,7 @@ class Transport(ABC):
             self.counters.retries += 1
             await asyncio.sleep(wait)
 
-    def _refused(self, method: str, path: str, answer: Answer) -> EnvgymError:
+    def _refused(self, method: Method, path: str, answer: Answer) -> EnvgymError:
         if answer.content_type == "application/problem+json":
             try:
                 return as_error(self.url, ProblemBody.model_validate_json(answer.content))
@@ -239,12 +206,30 @@ class HttpTransport(Transport):
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
+        self._asking: Asking | None = None
+        self._dialling: asyncio.Task[Asking | None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._no_channel_until = 0.0
 
     async def close(self) -> None:
         await super().close()
+        self._drop_channel()
+        if ending := [task for task in (self._dialling, self._listening) if task is not None]:
+            await asyncio.wait(ending)
         await self._session.close()
 
-    async def _send(self, method: str, path: str, body: bytes | None) -> Answer:
+    def give_up(self, seconds: float) -> None:
+        super().give_up(seconds)
+        self._drop_channel()
+
+    async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
+        if path.startswith("/v1/sessions") and len(body or b"") <= CHANNEL_BODY:
+            channel = await self._channel()
+            if channel is not None:
+                try:
+                    return await channel.ask(method, path, body or b"")
+                except ConnectionError as error:
+                    raise self._unreachable(error) from None
         try:
             async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
                 content = await response.read()
@@ -257,6 +242,64 @@ class HttpTransport(Transport):
         return Answer(
             response.status, response.content_type, content, _retry_after(response) if response.status == 429 else 1.0
         )
+
+    async def _channel(self) -> Asking | None:
+        """The one WebSocket for all sessions: a message there costs much less than a request, and sessions need no
+        connection each. None where the server, or a proxy before it, takes no WebSocket."""
+        if self._asking is not None and self._asking.is_open:
+            return self._asking
+        if asyncio.get_running_loop().time() < self._no_channel_until:
+            return None
+        if self._dialling is None:  # whoever else wants it waits for this one
+            self._dialling = asyncio.create_task(self._dial())
+            self._dialling.add_done_callback(self._dialled)
+        return await asyncio.shield(self._dialling)
+
+    async def _dial(self) -> Asking | None:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                socket = await self._session.ws_connect(
+                    self.url + CHANNEL_PATH, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=0
+                )
+        except aiohttp.InvalidURL:
+            return None  # the request says so
+        except aiohttp.WSServerHandshakeError as error:
+            self._without_channel(f"it answers {error.status}")
+            return None
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise self._unreachable(error) from None
+        except TimeoutError:
+            self._without_channel(f"no answer within {CONNECT_SECONDS:g} s")
+            return None
+        asking = self._asking = Asking(socket)
+        self._listening = asyncio.create_task(self._listen(socket, asking))
+        return asking
+
+    def _without_channel(self, why: str) -> None:
+        logger.debug("%s takes no WebSocket (%s): every session gets a connection", self.url, why)
+        self._no_channel_until = asyncio.get_running_loop().time() + NO_CHANNEL_SECONDS
+
+    def _dialled(self, dialling: asyncio.Task[Asking | None]) -> None:
+        self._dialling = None
+        if not dialling.cancelled():
+            dialling.exception()  # whoever asked may have gone
+
+    async def _listen(self, socket: aiohttp.ClientWebSocketResponse, asking: Asking) -> None:
+        try:
+            async for message in socket:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    asking.hear(message.data)
+                    await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
+        except ValueError:
+            logger.warning("%s sent what is no answer; the connection is closed", self.url)
+        finally:
+            asking.end()
+            await socket.close()
+
+    def _drop_channel(self) -> None:
+        for task in (self._dialling, self._listening):
+            if task is not None:
+                task.cancel()
 
     def _unreachable(self, error: Exception) -> RemoteError:
         address = urlsplit(self.url)

@@ -1,9 +1,10 @@
-"""What server and client say to each other: JSON bodies over HTTP/1.1, version 2. `routes` has the requests.
+"""What server and client say to each other: JSON bodies over HTTP/1.1, version 3. `routes` has the requests.
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses, episodes as `envgym.episode_record` writes them. Errors are RFC 9457
-problem details (`Problem`). A reader ignores fields it does not know: a newer peer may say more.
+travel as the fields of their dataclasses (`exact` has what JSON cannot say), episodes as `envgym.episode_record`
+writes them. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields it does not know: a newer peer
+may say more.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from envgym.types import Action, Observation, Task
+from envgym.types import Action, Observation
 
-VERSION = 2
+from .exact import ExactOptions, ExactTask
+
+VERSION = 3
 MAX_BODY = 64 * 2**20
 """Bytes of the largest request taken: an action carries its token ids, a task its whole row, a group its episodes."""
 MAX_PAGE = 1000
@@ -88,13 +91,13 @@ class TaskPage(Wire):
 
     split: str
     start: int
-    tasks: tuple[Task, ...]
+    tasks: tuple[ExactTask, ...]
 
 
 class Group(Wire):
     """Finished episodes of one task, to be judged together; each as `envgym.episode_record.to_record` writes it."""
 
-    task: Task
+    task: ExactTask
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)
 
 
@@ -126,14 +129,14 @@ class Opening(Wire):
     session_id: SessionId
     env: str = ""
     seed: int = Field(ge=-(2**63), lt=2**63)
-    task: Task | None = None
-    options: dict[str, Any] = {}
+    task: ExactTask | None = None
+    options: ExactOptions = {}
 
 
 class Opened(Wire):
     """What `reset` returned, and the task it posed. `dropped` names the `info` entries JSON cannot carry."""
 
-    task: Task
+    task: ExactTask
     observation: Observation
     info: dict[str, Any]
     dropped: tuple[str, ...] = ()

@@ -194,8 +194,8 @@ def test_leases_run_out_but_not_while_the_environment_is_at_work():
             idle, busy, kept = (
                 sessions.open(ANYONE, Opening(session_id=name, seed=0)) for name in ("idle", "busy", "kept")
             )
-            await asyncio.gather(*(session.answer(session.opened()) for session in (idle, busy, kept)))
-            step = asyncio.create_task(busy.answer(busy.step(Step(step_id=0, action=Action("hang")))))
+            await asyncio.gather(*(session.open() for session in (idle, busy, kept)))
+            step = asyncio.create_task(busy.step(Step(step_id=0, action=Action("hang"))))
             await asyncio.sleep(0.1)
             assert sessions.alive(ANYONE, ["nobody", "kept"]) == ("kept",)
             await sessions.close_expired()
@@ -242,7 +242,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
         raise web.HTTPNotFound
 
     async def newer(request: web.Request) -> web.Response:
-        return web.json_response({"version": 3, "envs": [], "lease_seconds": 60, "max_sessions": 1})
+        return web.json_response({"version": 99, "envs": [], "lease_seconds": 60, "max_sessions": 1})
 
     async def never(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
@@ -259,7 +259,7 @@ def test_a_server_that_is_not_there_is_one_clear_line():
         async with other_server(page) as url:
             assert "not one of an envgym server" in await failure(url)
         async with other_server(newer) as url:
-            assert "speaks version 3" in await failure(url)
+            assert "speaks version 99" in await failure(url)
         async with other_server(never) as url:
             assert "no answer within 0.5 s" in await failure(url, timeout=0.5)
 

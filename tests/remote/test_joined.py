@@ -288,12 +288,12 @@ def test_what_is_no_server_is_turned_away_and_the_others_stay(join, port):
         spec = spec_at(port)
         await spec.setup()
         url = f"http://127.0.0.1:{port}/v1/join"
-        hello = '{"version":2,"instance":"%s","name":"x","weight":1}' % ("0" * 32)
+        hello = '{"version":3,"instance":"%s","name":"x","weight":1}' % ("0" * 32)
         async with aiohttp.ClientSession() as http:
             assert (await http.get(url)).status == 404
             page = await http.get(url, headers={"Origin": "http://evil.example"})
             assert page.status == 403
-            for said in ("hello", hello.replace("2", "1"), hello.replace("1}", "-1}")):
+            for said in ("hello", hello.replace("3", "1"), hello.replace("1}", "-1}")):
                 async with http.ws_connect(url) as link:
                     await link.send_str(said)
                     assert (await link.receive()).type is aiohttp.WSMsgType.CLOSE
@@ -351,7 +351,7 @@ def test_one_that_stays_away_is_forgotten(join, port, monkeypatch):
 
 
 def test_what_is_too_large_for_a_message_is_refused_and_the_connection_stays(port, monkeypatch):
-    monkeypatch.setattr("envgym.remote.joining.MAX_BODY", 4000)
+    monkeypatch.setattr("envgym.remote.links.MAX_BODY", 4000)
     monkeypatch.setattr("envgym.remote.joined.MAX_BODY", 4000)
 
     async def main() -> None:

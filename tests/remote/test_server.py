@@ -62,7 +62,7 @@ def test_one_server_serves_several_environments_by_name():
 
         async def main() -> None:
             _, served = await ask(base, "GET", "/v1/envs")
-            assert (served["protocol"], served["version"], served["lease_seconds"]) == ("envgym", 2, 9.0)
+            assert (served["protocol"], served["version"], served["lease_seconds"]) == ("envgym", 3, 9.0)
             guess, dice = served["envs"]
             assert guess["splits"] == {
                 "train": {"size": 7, "error": None},

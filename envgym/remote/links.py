@@ -1,0 +1,148 @@
+"""The two ends of a WebSocket that carries requests (`frames`): the one that asks, and the one that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Generic
+
+import aiohttp
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from .connections import problem_answer
+from .frames import ANSWERS, ASKS, FULL_COUNT, FULL_MESSAGE, Answer, AskHead, H, Method, pack, unpack
+from .wire import MAX_BODY, Problem
+
+MAX_REQUESTS = 2**15
+"""Requests of one connection that are carried out at once: more than one client has sessions, by far."""
+
+Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+Carry = Callable[[str, str, bytes], Awaitable[Answer]]
+"""Answers a request: its method, its path with the query, and its body. Every error is an answer."""
+
+
+class _Outbox(Generic[H]):
+    """Sends what is put into it in the same turn of the event loop, or while a message is being written, together."""
+
+    def __init__(self, socket: Socket, heads: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
+        self._socket = socket
+        self._heads: TypeAdapter[list[H]] = heads
+        self._on_broken = on_broken
+        self._items: list[tuple[H, bytes]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def writing(self) -> list[asyncio.Task[None]]:
+        """The task that sends, while there is something to send."""
+        return [] if self._writing is None else [self._writing]
+
+    def put(self, head: H, body: bytes) -> None:
+        self._items.append((head, body))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        try:
+            while self._items:
+                await self._socket.send_bytes(pack(self._heads, self._next()))
+        except (aiohttp.ClientError, ConnectionError):
+            self._items.clear()
+            self._on_broken()
+        finally:
+            self._writing = None
+
+    def _next(self) -> list[tuple[H, bytes]]:
+        items, size = self._items, 0
+        for number, (_, body) in enumerate(items, 1):
+            size += len(body)
+            if number == FULL_COUNT or size >= FULL_MESSAGE:
+                self._items = items[number:]
+                return items[:number]
+        self._items = []
+        return items
+
+
+class Asking:
+    """The end that asks. `is_open` until the connection ends, however it does."""
+
+    def __init__(self, socket: Socket) -> None:
+        self.is_open = True
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._outbox = _Outbox(socket, ASKS, self.end)
+
+    async def ask(self, method: Method, target: str, body: bytes) -> Answer:
+        """The answer to a request. Raises `ConnectionError` where the connection ends before it."""
+        if not self.is_open:
+            raise ConnectionError("the connection dropped")
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._outbox.put((number, method, target, len(body)), body)
+        try:
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    def hear(self, message: bytes) -> None:
+        """Hand on the answers of a message. Raises `ValueError` for what is none."""
+        for (number, status, content_type, _), content in unpack(ANSWERS, message):
+            waiting = self._waiting.get(number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(Answer(status, content_type, content))
+
+    def end(self) -> None:
+        """Nothing more is answered: whoever waits is told."""
+        self.is_open = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the connection dropped"))
+
+
+class Answering:
+    """The end that answers, each request in a task of its own: what was begun goes on when the connection ends, and is
+    waited for when the request comes again over another.
+
+    While `MAX_REQUESTS` are carried out, or their answers not taken, the others wait unread.
+    """
+
+    def __init__(self, socket: Socket, carry: Carry) -> None:
+        self._socket = socket
+        self._carry = carry
+        self._working: set[asyncio.Task[None]] = set()
+        self._outbox = _Outbox(socket, ANSWERS, lambda: None)
+
+    async def run(self) -> None:
+        """Answer until the connection ends, or says what is no request (`ValueError`)."""
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                return
+            for head, body in unpack(ASKS, message.data):
+                task = asyncio.create_task(self._answer(head, body))
+                self._working.add(task)
+                task.add_done_callback(self._working.discard)
+            await asyncio.sleep(0)  # begin, and send what is done: the other end then works at the same time
+            while len(self._working) + len(self._outbox) > MAX_REQUESTS:
+                await asyncio.wait(self._busy, return_when=asyncio.FIRST_COMPLETED)
+
+    async def finish(self) -> None:
+        """Wait until what was asked is answered, and sent."""
+        while self._busy and not self._socket.closed:
+            await asyncio.wait(self._busy)
+
+    @property
+    def _busy(self) -> list[asyncio.Task[None]]:
+        return [*self._working, *self._outbox.writing]
+
+    async def _answer(self, head: AskHead, body: bytes) -> None:
+        number, method, target, _ = head
+        answer = await self._carry(method, target, body)
+        if len(answer.content) > MAX_BODY:
+            answer = problem_answer(Problem(413, "too-large", f"the answer has more than {MAX_BODY} bytes"))
+        if not self._socket.closed:
+            self._outbox.put((number, answer.status, answer.content_type, len(answer.content)), answer.content)
