@@ -8,7 +8,7 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.engines.base import Generation
-from envgym.errors import EnvgymError, TurnRefused
+from envgym.errors import TurnRefused
 from envgym.render import Renderer
 from envgym.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
@@ -49,7 +49,7 @@ class Conversation:
         self, renderer: Renderer, engine: Sampler, sampling: Mapping[str, Any] | None, max_tokens: int | None
     ) -> None:
         self.limit: str | None = None
-        self.error: EnvgymError | None = None
+        self.error: Exception | None = None
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self._renderer = renderer
@@ -72,7 +72,9 @@ class Conversation:
         except TurnRefused:
             self.limit = "template"
             raise OutOfBudget("template") from None
-        except EnvgymError as error:
+        except OutOfBudget:
+            raise
+        except Exception as error:
             self.error = error
             raise
         if self.error is before:  # else another request has failed meanwhile

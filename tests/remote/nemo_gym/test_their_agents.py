@@ -263,7 +263,7 @@ def own_agent(renderer, serving, free_ports):
                 body = row["responses_create_params"] | {"input": items}
                 url = f"http://127.0.0.1:{policy}/v1/responses"
                 async with aiohttp.ClientSession() as client, client.post(url, json=body) as answered:
-                    return answered.status, await answered.json()
+                    return answered.status, await answered.json() if answered.status != 500 else None
 
             answered = await answer(row, ask)
             return answered if isinstance(answered, web.Response) else web.json_response(answered)
@@ -357,21 +357,22 @@ class Halting(Scripted):
         return await super().generate(request)
 
 
-def test_what_a_server_makes_of_an_engine_that_broke_is_no_reward(own_agent, renderer):
+@pytest.mark.parametrize(("error", "status"), [(WorkerError, 400), (RuntimeError, 500)])
+def test_what_a_server_makes_of_an_engine_that_broke_is_no_reward(own_agent, renderer, error, status):
     """Unless it asked again, and was answered."""
 
     async def breaks():
-        raise WorkerError("the engine broke")
+        raise error("the engine broke")
 
     async def answer(row, ask):
         statuses = [(await ask(user("a")))[0] for _ in range(2)]
-        assert statuses == [400 if turn == broken else 200 for turn in (1, 2)]
+        assert statuses == [status if turn == broken else 200 for turn in (1, 2)]
         return {**row, "response": {"output": []}, "reward": 0.0}
 
     broken = 1
     assert own_agent(answer, Halting(renderer, broken, breaks)).reward == 0.0
     broken = 2
-    with pytest.raises(WorkerError, match="the engine broke"):
+    with pytest.raises(error, match="the engine broke"):
         own_agent(answer, Halting(renderer, broken, breaks))
 
 
