@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
-from envgym.remote.nemo_gym.addresses import url_of
+from envgym.remote.nemo_gym.addresses import resolved, url_of
 from envgym.remote.nemo_gym.verdict import FAILURE_CLASS, check_valid, number
 from envgym.render import Renderer
 from envgym.responses import TOKEN_FIELDS
@@ -133,18 +133,18 @@ class NeMoGym(Agent):
         if self._theirs is None:
             self._theirs = await _their_config(client, self.config.head)
         agent = _instance(self._theirs, name, "responses_api_agents", self.config.head)
-        url = url_of(*_own_address(agent, name), self.config.head)
+        url = url_of(*_own_address(agent, name, self._theirs), self.config.head)
         if self.config.listen:
             return url, _endpoint(*_address(f"http://{self.config.listen}"))
         model = (agent.get("model_server") or {}).get("name")
         if not model:
             raise InvalidOutcome("agent", f"the agent server {name!r} names no model_server")
         entry = _instance(self._theirs, model, "responses_api_models", self.config.head)
-        base_url = entry.get("base_url")
+        base_url = resolved(entry.get("base_url"), self._theirs)
         if isinstance(base_url, list):  # their vllm_model spreads over several
             base_url = base_url[0] if len(base_url) == 1 else None
         try:
-            return url, _endpoint(*(_address(str(base_url)) if base_url else _own_address(entry, model)))
+            return url, _endpoint(*(_address(str(base_url)) if base_url else _own_address(entry, model, self._theirs)))
         except ValueError as error:
             raise InvalidOutcome("agent", f"{model} in NeMo-Gym's config: {error}; set agent.listen") from None
 
@@ -223,8 +223,8 @@ def _instance(config: Mapping[str, Any], name: str, kind: str, head: str) -> Map
     return settings if isinstance(settings, Mapping) else {}
 
 
-def _own_address(settings: Mapping[str, Any], name: str) -> tuple[str, int]:
-    host, port = settings.get("host"), settings.get("port")
+def _own_address(settings: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> tuple[str, int]:
+    host, port = (resolved(settings.get(key), config) for key in ("host", "port"))
     if not isinstance(host, str) or not isinstance(port, int):
         raise InvalidOutcome("agent", f"NeMo-Gym's config gives {name!r} no host and port")
     return host, port

@@ -10,7 +10,7 @@ import aiohttp
 import yaml
 
 from envgym.errors import ConfigError, did_you_mean
-from envgym.remote.nemo_gym.addresses import url_of
+from envgym.remote.nemo_gym.addresses import resolved, url_of
 
 Flow = Literal["tools", "gymnasium"]
 
@@ -33,7 +33,7 @@ async def find(head: str, server: str | None, connections: aiohttp.TCPConnector)
             config = None
     if not isinstance(config, Mapping):
         raise ConfigError(f"{head}: not a head server of NeMo-Gym: it has no configuration at /global_config_dict_yaml")
-    servers = {name: found for name, entry in config.items() if (found := _resources_server(entry)) is not None}
+    servers = {name: found for name, entry in config.items() if (found := _resources_server(entry, config)) is not None}
     if server is None and len(servers) == 1:
         server = next(iter(servers))
     if server is None:
@@ -80,15 +80,16 @@ async def _get(url: str, connections: aiohttp.TCPConnector) -> tuple[int, str]:
         raise ConfigError(f"{url}: nothing that can be used answers there ({what}); is the server running?") from None
 
 
-def _resources_server(entry: Any) -> tuple[str, int] | None:
+def _resources_server(entry: Any, config: Mapping[str, Any]) -> tuple[str, int] | None:
     """Host and port of an entry of the configuration, where it is a resources server's."""
     servers = entry.get("resources_servers") if isinstance(entry, Mapping) else None
     if not isinstance(servers, Mapping) or len(servers) != 1:
         return None
     settings = next(iter(servers.values()))
-    if not isinstance(settings, Mapping) or not isinstance(settings.get("port"), int):
+    if not isinstance(settings, Mapping):
         return None
-    return str(settings.get("host") or ""), settings["port"]
+    host, port = (resolved(settings.get(key), config) for key in ("host", "port"))
+    return (str(host or ""), port) if isinstance(port, int) else None
 
 
 def _list(names: Mapping[str, Any]) -> str:

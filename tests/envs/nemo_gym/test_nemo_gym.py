@@ -461,6 +461,21 @@ def test_a_server_that_listens_everywhere_is_where_its_head_server_is(serving):
     assert asyncio.run(main("fe80::1")) == "http://[fe80::1]:21001"
 
 
+def test_what_a_config_refers_to_is_looked_up(serving):
+    """A head server tells of its config as it was written."""
+
+    async def main(**settings):
+        config = {"quiz": {"resources_servers": {"mcqa": settings}}, "at": {"host": "box", "port": "${main_port}"}}
+        config |= {"main_port": 21001, "loop": "${loop}"}
+        async with serving(head_server(config)) as head, server_module.connector() as connections:
+            return await discovery.find(head, None, connections)
+
+    assert asyncio.run(main(host="${at.host}-${main_port}.lan", port="${at.port}")) == "http://box-21001.lan:21001"
+    for port in ("${loop}", "${nowhere.port}"):
+        with pytest.raises(ConfigError, match="none at all"):
+            asyncio.run(main(host="box", port=port))
+
+
 @pytest.mark.parametrize("config", ["not: [yaml", "text", "3"])
 def test_what_is_no_head_server_is_named(serving, path, config):
     async def main():

@@ -89,12 +89,14 @@ def servers(nemo_gym, free_ports, server_entry, agent_entry, tmp_path_factory):
     Gives the head server's URL."""
     head, counter, simple, black, gym, plain, on_plain, training, on_training, policy = ports = free_ports(10)
     run = {"entrypoint": "app.py"}
-    proxy = {**run, "base_url": f"http://127.0.0.1:{policy}/v1", "api_key": "none", "model": "policy"}
+    # The package's own files say so; the head server tells of the config as it was written.
+    proxy = {**run, "base_url": "${policy_base_url}", "api_key": "none", "model": "policy"}
     plainly = {"return_token_id_information": False, "uses_reasoning_parser": False}
     with_tokens = {"return_token_id_information": True, "uses_reasoning_parser": True}
     config = {
         "run_head_server": True,
         "head_server": {"host": "127.0.0.1", "port": head},
+        "policy_base_url": f"http://127.0.0.1:{policy}/v1",
         "counter": server_entry("resources_servers", "example_session_state_mgmt", counter, domain="agent", **run),
         "counter_agent": agent_entry("simple_agent", simple, "counter"),
         "blackjack": server_entry("resources_servers", "blackjack", black, domain="games", **run),
