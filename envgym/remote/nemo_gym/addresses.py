@@ -22,8 +22,8 @@ def url_of(host: str, port: int, head: str) -> str:
 
 
 def resolved(value: Any, config: Mapping[str, Any], depth: int = DEPTH) -> Any:
-    """A value of a config in which `${another.key}` stands for what is there: a head server tells of its config as it was
-    written. What refers to nothing stays as it is."""
+    """A value of a config in which `${another.key}` stands for what is there. A head server tells of its config as
+    it was written. What refers to nothing stays as it is."""
     if isinstance(value, list):
         return [resolved(one, config, depth) for one in value]
     if not isinstance(value, str) or depth == 0:
