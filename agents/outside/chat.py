@@ -66,7 +66,7 @@ def parse(body: Any) -> Asked:
     try:
         messages = tuple(
             replace(message, role="system") if message.role == "developer" else message
-            for message in as_messages(body["messages"])
+            for message in as_messages(_with_thoughts(body["messages"]))
         )
         tools = tuple(_tool(tool) for tool in body.get("tools") or ())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -88,6 +88,21 @@ def parse(body: Any) -> Asked:
         token_fields=bool(body.get("return_tokens_as_token_ids")),
         model=str(body.get("model", "policy")),
     )
+
+
+def _with_thoughts(messages: Any) -> Any:
+    """The messages with the policy's thoughts where it said them: programs may take what is between the tags out of the
+    text, and send it back beside it, as NeMo-Gym's vllm_model does."""
+    return [_with_own_thoughts(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _with_own_thoughts(message: Any) -> Any:
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    thoughts, content = message.get("reasoning_content") or message.get("reasoning"), message.get("content") or ""
+    if not (thoughts and isinstance(thoughts, str) and isinstance(content, str)):
+        return message
+    return {**message, "content": f"<think>{thoughts}</think>{content}"}
 
 
 def _tool(tool: Mapping[str, Any]) -> ToolSpec:

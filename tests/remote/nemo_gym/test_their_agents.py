@@ -172,11 +172,12 @@ def test_their_launcher_takes_the_pages_entry_of_the_policy(nemo_gym, server_ent
     assert nemo_gym.launch(path) == (["game", "player"], {"policy_model": 21090, "game": 21001, "player": 21002})
 
 
+@pytest.mark.parametrize("thoughts", ["", "<think>\nOne by one.\n</think>\n\n"])
 @pytest.mark.parametrize("agent", ["proxied_agent", "training_agent"])
-def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode, agent):
+def test_their_vllm_model_may_stand_between(servers, renderer, recording, check_episode, agent, thoughts):
     """It asks in chat completions at its `base_url`, and hands the metadata on. Configured for training it wants the
-    tokens of each call, and the answer to /run has them."""
-    engine = recording(Scripted(renderer, counts))
+    tokens of each call, and the answer to /run has them; and it takes thoughts out of the text."""
+    engine = recording(Scripted(renderer, lambda prompt: thoughts + counts(prompt)))
     episodes = play(renderer, engine, [counting(3, 1, 2)], size=2, head=servers, server=agent)
     for episode in episodes:
         assert not episode.failed, episode.outcome
