@@ -17,6 +17,8 @@ from .wire import Step, Stepped
 
 MAX_BITS = 4096
 """Of the largest whole number in `info`: Python itself reads no more than some 14,000 in text."""
+MAX_DEPTH = 100
+"""Of what is nested in `info`: readers of JSON follow some 200 levels, and what refers to itself has no end."""
 # Made once: it takes longer to make one than to encode a step. What refers to itself is a RecursionError all the same.
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
@@ -52,6 +54,10 @@ def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     any other object, a number that is not finite, or a key that is not a string: guessing a text form for them
     would hand the reader a value of another type.
     """
+    return _entries(info, 1)
+
+
+def _entries(info: Mapping[str, Any], depth: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for key, value in info.items():
@@ -60,16 +66,24 @@ def encodable_info(info: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
                 raise TypeError
             key.encode()
             if isinstance(value, Mapping):
-                kept[key], inner = encodable_info(value)
+                kept[key], inner = _entries(value, _below(depth))
                 dropped += [f"{key}.{name}" for name in inner]
             else:
-                kept[key] = _encodable(value)
-        except Exception:  # whatever `tolist` of something else raises, or too deep a nesting
+                kept[key] = _encodable(value, depth)
+        except Exception as error:  # whatever `tolist` of something else raises
+            if isinstance(error, RecursionError) and depth > 1:
+                raise  # all of it goes: what of it is too deep has no name that anyone would read
             dropped.append(repr(key) if not isinstance(key, str) else key.encode("utf-8", "replace").decode())
     return kept, tuple(dropped)
 
 
-def _encodable(value: Any) -> Any:
+def _below(depth: int) -> int:
+    if depth == MAX_DEPTH:
+        raise RecursionError
+    return depth + 1
+
+
+def _encodable(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -84,12 +98,13 @@ def _encodable(value: Any) -> Any:
             raise ValueError("not finite")
         return value
     if isinstance(value, Mapping):
-        kept, dropped = encodable_info(value)
+        kept, dropped = _entries(value, _below(depth))
         if dropped:
             raise TypeError("holds something that is not JSON")
         return kept
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_encodable(item) for item in value]
+        below = _below(depth)
+        return [_encodable(item, below) for item in value]
     if hasattr(value, "tolist"):
-        return _encodable(value.tolist())
+        return _encodable(value.tolist(), depth)
     raise TypeError("not JSON")

@@ -54,9 +54,9 @@ class Hosted:
     def _split(self, name: str) -> Split:
         try:
             return Split(size=self.spec.tasks(name).size)
-        except Exception as error:  # no held-out file, say: the other split, and other environments, are still of use
+        except (Exception, SystemExit) as error:  # no held-out file, say: the other split is still of use
             ours = isinstance(error, EnvgymError)
-            return Split(error=_sendable(str(error) if ours else f"{type(error).__name__}: {error}"))
+            return Split(error=_said(error) if ours else f"{type(error).__name__}: {_said(error)}")
 
     async def page(self, query: TaskQuery) -> bytes:
         """The tasks that are asked for, an encoded `TaskPage`."""
@@ -135,10 +135,7 @@ class Hosted:
         actions it may well go on."""
         kind = type(error).__name__
         self._metrics.failures.add(self.name, kind)
-        try:
-            said = _sendable(str(error))
-        except Exception:
-            said = f"a {kind} that cannot be printed"
+        said = _said(error)
         if isinstance(error, EnvgymError):
             logger.warning("%s: %s raised %s: %s", self.name, what, kind, said)
         else:
@@ -165,6 +162,13 @@ def _episode(number: int, record: dict[str, Any]) -> Episode:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         detail = f"episodes.{number}: not an episode's record ({type(error).__name__}: {_sendable(str(error))})"
         raise Problem(422, "invalid-request", detail) from None
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return _sendable(str(error))
+    except Exception:
+        return f"a {type(error).__name__} that cannot be printed"
 
 
 def _sendable(text: str) -> str:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
+
+import envgym.registry as registry
+from envgym.env import EnvSpec
+from envgym.remote.application import Application
+from envgym.remote.limits import Limits
+from envgym.remote.tokens import Tokens
 
 GAME = Path(__file__).with_name("game.py")
 
@@ -129,3 +140,66 @@ def losing_proxy() -> Callable[[str, int], contextlib.AbstractAsyncContextManage
             yield f"http://{host}:{port}"
 
     return proxy
+
+
+@pytest.fixture
+def unruly() -> Callable[..., contextlib.AbstractAsyncContextManager[tuple[str, Application, EnvSpec]]]:
+    """`unruly.py` served in this process: `async with unruly(limits, tokens, **settings) as (url, server, spec)`."""
+
+    @contextlib.asynccontextmanager
+    async def unruly(
+        limits: Limits | None = None, tokens: Tokens | None = None, **settings: Any
+    ) -> AsyncIterator[tuple[str, Application, EnvSpec]]:
+        spec = registry.spec(f"{GAME.with_name('unruly.py')}:UnrulySpec", **settings)
+        application = Application({"game": spec}, limits or Limits(), tokens)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            async with application.running(listener):
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}", application, spec
+
+    return unruly
+
+
+class Channel:
+    """A WebSocket of a server, spoken to as `frames` says, by someone who has only read that."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+        self._numbers = itertools.count()
+        self._answers: list[tuple[int, int, Any]] = []
+
+    async def send(self, method: str, target: str, body: Any = None) -> int:
+        """Ask, and give the request's number."""
+        number, content = next(self._numbers), b"" if body is None else json.dumps(body).encode()
+        head = json.dumps([[number, method, target, len(content)]]).encode()
+        await self.socket.send_bytes(head + b"\n" + content)
+        return number
+
+    async def hear(self) -> tuple[int, int, Any]:
+        """The next answer: its number, its status, and what it says."""
+        if not self._answers:
+            line, _, rest = (await self.socket.receive_bytes(timeout=20)).partition(b"\n")
+            for number, status, content_type, length in json.loads(line):
+                content, rest = rest[:length], rest[length:]
+                self._answers.append((number, status, json.loads(content) if "json" in content_type else content))
+        return self._answers.pop(0)
+
+    async def ask(self, method: str, target: str, body: Any = None) -> tuple[int, Any]:
+        number = await self.send(method, target, body)
+        answered, status, said = await self.hear()
+        assert answered == number
+        return status, said
+
+
+@pytest.fixture
+def channel() -> Callable[..., contextlib.AbstractAsyncContextManager[Channel]]:
+    """`async with channel(url, token) as asking`: its `ask(method, target, body)` gives status and answer."""
+
+    @contextlib.asynccontextmanager
+    async def channel(url: str, token: str | None = None) -> AsyncIterator[Channel]:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with aiohttp.ClientSession(headers=headers) as http, http.ws_connect(f"{url}/v1/channel") as socket:
+            yield Channel(socket)
+
+    return channel

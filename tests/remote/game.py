@@ -2,6 +2,8 @@
 
 python game.py CLASS [key=value …]    prints the URL, then a line for each environment closed
 
+`CLASS` may also be `FILE.py:CLASS`, of another file beside this one.
+
 A key `limit.NAME` is a limit of the server, `tokens` its file of tokens, `port` its port (any).
 """
 
@@ -123,8 +125,9 @@ async def main() -> None:
     settings = dict(word.split("=", 1) for word in sys.argv[2:])
     limits = {key.removeprefix("limit."): float(settings.pop(key)) for key in list(settings) if key[:6] == "limit."}
     tokens, port = settings.pop("tokens", None), int(settings.pop("port", "0"))
+    file, _, name = sys.argv[1].rpartition(":")
     await serve(
-        {"game": make_spec(f"{__file__}:{sys.argv[1]}", **settings)},
+        {"game": make_spec(f"{Path(__file__).with_name(file) if file else __file__}:{name}", **settings)},
         "127.0.0.1",
         port,
         on_ready=lambda url: print(url, flush=True),

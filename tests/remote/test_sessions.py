@@ -1,0 +1,326 @@
+"""What environments do to their server: it answers each client for it, and serves the others as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+import envgym.registry as registry
+from envgym.episode_record import to_record
+from envgym.remote.limits import Limits
+from envgym.remote.wire import Group
+from envgym.types import Action, Episode, Outcome, Task
+
+UNRULY = "unruly.py:UnrulySpec"
+FAULTS = [
+    ("cancel a task of its own", "CancelledError"),
+    ("exit", "SystemExit"),
+    ("raise what has no words", "Nameless"),
+]
+
+
+async def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.request(method, url + path, json=body) as response:
+        text = await response.text()
+        return response.status, json.loads(text) if "json" in response.content_type else text
+
+
+async def ask_in_a_batch(url: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """As `ask`, in a batch with another request that is to be answered as ever."""
+    asked = dict(body or {})
+    match path.split("/")[3:]:
+        case []:
+            asked |= {"op": "open"}
+        case [session, "step"]:
+            asked |= {"op": "step", "session_id": session}
+        case [session]:
+            asked |= {"op": "close", "session_id": session}
+    status, answers = await ask(
+        url, "POST", "/v1/batch", {"requests": [asked, {"op": "close", "session_id": "nobody"}]}
+    )
+    assert status == 200
+    answer, other = answers["answers"]
+    assert other["status"] == 204
+    return answer["status"], answer["body"]
+
+
+def opening(session: str, **more: Any) -> dict[str, Any]:
+    return {"session_id": session, "seed": 1, **more}
+
+
+def step(step_id: int, text: str) -> dict[str, Any]:
+    return {"step_id": step_id, "action": {"text": text}}
+
+
+def group(task_id: str = "t") -> dict[str, Any]:
+    record = to_record(Episode("e", Task(task_id), Outcome.completed(), reward=1.0))
+    return {"task": {"id": task_id}, "episodes": [record]}
+
+
+async def until_closed(url: str, by: str, count: int) -> None:
+    """Wait until so many sessions were closed for a reason."""
+    line = f'envgym_sessions_closed_total{{env="game",by="{by}"}} {count}'
+    for _ in range(500):
+        if line in (await ask(url, "GET", "/metrics"))[1]:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(line)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What an environment raises
+
+
+@pytest.mark.parametrize("way", ["http", "batch", "channel"])
+def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_lives_on(start, channel, way):
+    server = start(UNRULY, "close=cancel a task of its own")
+
+    async def main() -> None:
+        async with channel(server.url) as asking:
+            by_way = {"http": ask, "batch": ask_in_a_batch, "channel": lambda _, *request: asking.ask(*request)}
+
+            async def asked(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+                async with asyncio.timeout(5):
+                    return await by_way[way](server.url, method, path, body)
+
+            for how, kind in FAULTS:
+                status, problem = await asked("POST", "/v1/sessions", opening("bad", options={"reset": how}))
+                assert (status, problem["error"]) == (422, kind)
+                assert (await asked("POST", "/v1/sessions", opening("good")))[0] == 200
+                for number in range(2):
+                    status, problem = await asked("POST", "/v1/sessions/good/step", step(number, how))
+                    assert (status, problem["error"]) == (422, kind)
+                    # Asked again it is the same answer, and no other step.
+                    assert await asked("POST", "/v1/sessions/good/step", step(number, how)) == (status, problem)
+                status, stepped = await asked("POST", "/v1/sessions/good/step", step(2, "on"))
+                assert (status, stepped["info"]) == (200, {"steps": 3})
+                for session in ("bad", "good"):
+                    assert (await asked("DELETE", f"/v1/sessions/{session}"))[0] == 204
+            assert 'envgym_sessions{env="game"} 0' in (await ask(server.url, "GET", "/metrics"))[1]
+            assert (await asked("POST", "/v1/sessions", opening("last")))[0] == 200  # closed as the server ends
+
+    asyncio.run(main())
+    assert server.stop() == 0
+    assert "a defect of the server" not in server.log()
+
+
+@pytest.mark.parametrize(("how", "kind"), FAULTS)
+def test_what_tasks_and_judges_raise_is_no_end_of_the_server_either(start, channel, how, kind):
+    server = start(UNRULY, f"page={how}", f"judge={how}", f"describe={how}")
+
+    async def main() -> None:
+        async with channel(server.url) as asking, asyncio.timeout(10):
+            for method, path, body in (
+                ("GET", "/v1/envs/game/tasks?split=train&count=1", None),
+                ("POST", "/v1/envs/game/score_group", group()),
+            ):
+                for _ in range(2):
+                    for status, problem in (
+                        await ask(server.url, method, path, body),
+                        await asking.ask(method, path, body),
+                    ):
+                        assert (status, problem["error"]) == (422, kind)
+            status, said = await ask(server.url, "GET", "/v1/envs/game")
+            assert (status, said["splits"]["train"]["size"]) == (200, 1)
+            split = {"exit": "SystemExit: 3", "raise what has no words": "Nameless: a Nameless that cannot be printed"}
+            assert said["splits"]["test"]["error"] == split.get(how)
+
+    asyncio.run(main())
+    assert server.stop() == 0
+
+
+def test_the_reaper_outlives_what_environments_raise_when_they_are_closed(unruly):
+    async def main(how: str) -> None:
+        async with unruly(Limits(lease_seconds=0.2), close=how) as (url, application, _):
+            for number in (1, 2):  # the second finds the reaper at work still
+                assert (await ask(url, "POST", "/v1/sessions", opening(f"s{number}")))[0] == 200
+                await until_closed(url, "lease", number)
+            assert (await ask(url, "POST", "/v1/sessions", opening("s3")))[0] == 200
+            async with asyncio.timeout(5):
+                assert (await ask(url, "DELETE", "/v1/sessions/s3"))[0] == 204
+            assert (await ask(url, "POST", "/v1/sessions", opening("s4")))[0] == 200
+        assert len(application.sessions) == 0
+
+    for how in ("cancel a task of its own", "cancel itself", "exit", "raise what has no words"):
+        asyncio.run(main(how))
+
+
+def test_what_json_cannot_carry_in_info_is_left_out_and_named(unruly):
+    async def main() -> None:
+        async with unruly() as (url, _, _), registry.spec(url) as spec:
+            env = spec.make()
+            await env.reset(seed=0)
+            *_, info = await env.step(Action("info"))
+            assert info == {"far down": {}, "fine": {"a": [1, "é", None]}}
+            await ask(url, "POST", "/v1/sessions", opening("s"))
+            _, stepped = await ask(url, "POST", "/v1/sessions/s/step", step(0, "info"))
+            assert stepped["dropped"] == ["surrogate", "long number", "within itself", "sparse", "far down.list"]
+            await env.close()
+
+    asyncio.run(main())
+
+
+def test_a_record_that_cannot_be_read_is_refused_in_words(unruly):
+    async def main() -> None:
+        async with unruly() as (url, _, spec):
+            body = group()
+            call = {"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}
+            body["episodes"][0]["messages"] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            status, problem = await ask(url, "POST", "/v1/envs/game/score_group", body)
+            assert (status, problem["type"]) == (422, "urn:envgym:problem:invalid-request")
+            assert problem["detail"].startswith("episodes.0: not an episode's record (RecursionError")
+            assert spec.judged == 0
+
+    asyncio.run(main())
+
+
+def test_a_group_is_judged_once_however_many_are_judged_at_once(unruly):
+    groups = 300
+
+    async def main() -> None:
+        async with unruly(judge_seconds=0.2) as (_, application, spec):
+            hosted = application.sessions.environment("game")
+
+            async def judged(number: int) -> bytes:
+                asked = group(f"t{number}")
+                return await hosted.score_group("anyone", Group.model_validate(asked), json.dumps(asked).encode())
+
+            first, *_, again = await asyncio.gather(*map(judged, range(groups)), judged(0))
+            assert first == again
+            assert spec.judged == groups
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Time and room
+
+
+def test_a_server_that_stood_still_reads_the_heartbeats_that_wait_before_it_closes_sessions(start):
+    server = start(UNRULY, "limit.lease_seconds=0.6")
+
+    async def main() -> None:
+        async with aiohttp.ClientSession() as http:
+            for number in range(3):
+                assert (await ask(server.url, "POST", "/v1/sessions", opening(f"s{number}")))[0] == 200
+            async with http.get(f"{server.url}/livez"):
+                pass  # a connection, over which the next request is sent though nobody reads it
+            server.process.send_signal(signal.SIGSTOP)
+            beat = asyncio.create_task(
+                _post(http, f"{server.url}/v1/sessions/heartbeat", {"session_ids": ["s0", "s1"]})
+            )
+            await asyncio.sleep(0.9)
+            server.process.send_signal(signal.SIGCONT)
+            assert await beat == {"alive": ["s0", "s1"]}
+            await until_closed(server.url, "lease", 1)
+            assert (await ask(server.url, "POST", "/v1/sessions/s0/step", step(0, "on")))[0] == 200
+
+    asyncio.run(main())
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    async with http.post(url, json=body) as response:
+        return await response.json()
+
+
+def test_a_lease_begins_anew_when_the_environment_has_answered(unruly):
+    async def main() -> None:
+        async with unruly(Limits(lease_seconds=0.4), reset_seconds=0.6) as (url, _, _):
+            assert (await ask(url, "POST", "/v1/sessions", opening("s")))[0] == 200
+            await asyncio.sleep(0.2)  # the reaper has come by: it does so every tenth of a lease
+            assert (await ask(url, "POST", "/v1/sessions/s/step", step(0, "take 0.6")))[0] == 200
+            await asyncio.sleep(0.2)
+            assert (await ask(url, "DELETE", "/v1/sessions/s"))[0] == 204
+            assert 'by="client"} 1' in (await ask(url, "GET", "/metrics"))[1]
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_is_still_closing_takes_its_place(unruly):
+    async def main() -> None:
+        async with unruly(Limits(max_sessions=1), close_seconds=0.3) as (url, _, spec):
+            for number in range(3):
+                statuses = []
+                while 200 not in statuses:
+                    statuses.append((await ask(url, "POST", "/v1/sessions", opening(f"s{number}")))[0])
+                    await asyncio.sleep(0.01)
+                assert set(statuses) == ({200, 429} if number else {200})
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await ask(url, "DELETE", f"/v1/sessions/s{number}")
+            assert spec.most_instances == 1
+
+    asyncio.run(main())
+
+
+def test_an_environment_that_takes_longer_than_the_servers_limit_is_a_504(unruly):
+    async def main() -> None:
+        async with unruly(Limits(call_seconds=0.1), reset_seconds=60, judge_seconds=60, page="wait") as (url, _, _):
+            for method, path, body in (
+                ("POST", "/v1/sessions", opening("s", task={"id": "t"})),
+                ("POST", "/v1/envs/game/score_group", group()),
+                ("GET", "/v1/envs/game/tasks?split=train&count=1", None),
+            ):
+                status, problem = await ask(url, method, path, body)
+                assert (status, problem["type"]) == (504, "urn:envgym:problem:environment-timeout")
+                assert "no answer within 0.1 s" in problem["detail"]
+
+    asyncio.run(main())
+
+
+def test_a_connection_on_which_no_whole_request_comes_is_closed(unruly, monkeypatch):
+    monkeypatch.setattr("envgym.remote.connections.KEEPALIVE_SECONDS", 0.3)
+
+    async def main() -> None:
+        async with unruly() as (url, _, _), asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", url.rpartition(":")[2])
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: local")
+            assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The end
+
+
+def test_a_server_that_is_asked_to_stop_answers_what_it_was_asked_before(start):
+    server = start(UNRULY, "limit.drain_seconds=20", "judge_seconds=1")
+
+    async def main() -> None:
+        judging = asyncio.create_task(ask(server.url, "POST", "/v1/envs/game/score_group", group()))
+        assert await asyncio.to_thread(server.line) == "judging"
+        server.process.terminate()  # no session is open
+        assert (await judging)[0] == 200
+
+    asyncio.run(main())
+    assert server.process.wait(20) == 0
+
+
+def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(start):
+    server = start(UNRULY, "limit.drain_seconds=20", "close_seconds=0.2")
+
+    async def main() -> None:
+        async with registry.spec(server.url, reconnect=1.0) as spec:
+            envs = [spec.make() for _ in range(3)]
+            for env in envs:
+                await env.reset(seed=0)
+            server.process.terminate()
+            while (await ask(server.url, "GET", "/readyz"))[0] != 503:  # until the signal has come through
+                pass
+            for env in envs:
+                await env.step(Action("on"))
+            began = time.monotonic()
+            await asyncio.gather(*(env.close() for env in envs))
+            assert time.monotonic() - began < 2
+            assert (spec.counters.failures, spec.counters.retries) == (0, 0)
+
+    asyncio.run(main())
+    assert server.process.wait(20) == 0
