@@ -1,17 +1,21 @@
 """An environment of OpenEnv that says what it is told, its real server, and a client of the protocol of that server.
 
     benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py serve PORT
-    benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py measure PORT SESSIONS SECONDS TEXT
+    benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py messages PORT SESSIONS SECONDS TEXT
+    benchmarks/.venv-openenv/bin/python benchmarks/openenv_echo.py client PORT SESSIONS SECONDS TEXT
 
 This is the peer's side of `remote_steps.py`. It runs in the peer's environment (`openenv_requirements.txt`) and knows
-nothing of envgym. `measure` prints one JSON line: the steps taken and the seconds they took. It speaks the messages of
-OpenEnv's `/ws` over `websockets` and leaves OpenEnv's own client out, which only adds to each step.
+nothing of envgym. `client` steps as OpenEnv's users do, by its own client; `messages` speaks the messages of OpenEnv's
+`/ws` over `websockets` and does nothing else, so that it measures the server. Both print one JSON line: the steps taken
+and the seconds they took.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 SESSIONS = 64
@@ -52,23 +56,55 @@ def serve(port: int) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
-async def measure(port: int, sessions: int, seconds: float, text: str) -> None:
+Step = Callable[[], Awaitable[str]]
+"""Takes a step and returns the text of its observation."""
+
+
+@contextlib.asynccontextmanager
+async def by_messages(port: int, text: str) -> AsyncIterator[Step]:
     from websockets.asyncio.client import connect
 
+    async with connect(f"ws://127.0.0.1:{port}/ws", compression=None) as socket:
+        await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+        assert json.loads(await socket.recv())["type"] == "observation"
+
+        async def step() -> str:
+            await socket.send(json.dumps({"type": "step", "data": {"text": text}}))
+            return str(json.loads(await socket.recv())["data"]["observation"]["text"])
+
+        yield step
+
+
+@contextlib.asynccontextmanager
+async def by_client(port: int, text: str) -> AsyncIterator[Step]:
+    from openenv.core import GenericEnvClient
+
+    async with GenericEnvClient(base_url=f"http://127.0.0.1:{port}") as env:
+        await env.reset(seed=1)
+
+        async def step() -> str:
+            return str((await env.step({"text": text})).observation["text"])
+
+        yield step
+
+
+async def measure(
+    session: Callable[[int, str], contextlib.AbstractAsyncContextManager[Step]],
+    port: int,
+    sessions: int,
+    seconds: float,
+    text: str,
+) -> None:
     steps = 0
     begun = asyncio.Barrier(sessions + 1)
     over = asyncio.Event()
 
     async def play() -> None:
         nonlocal steps
-        async with connect(f"ws://127.0.0.1:{port}/ws", compression=None) as socket:
-            await socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
-            assert json.loads(await socket.recv())["type"] == "observation"
+        async with session(port, text) as step:
             await begun.wait()
             while not over.is_set():
-                await socket.send(json.dumps({"type": "step", "data": {"text": text}}))
-                answer = json.loads(await socket.recv())
-                assert answer["data"]["observation"]["text"] == text, answer
+                assert await step() == text
                 steps += 1
 
     playing = [asyncio.create_task(play()) for _ in range(sessions)]
@@ -85,4 +121,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]))
     else:
-        asyncio.run(measure(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]))
+        way = {"messages": by_messages, "client": by_client}[sys.argv[1]]
+        asyncio.run(measure(way, int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]))

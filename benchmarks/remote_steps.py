@@ -6,9 +6,12 @@ Every side plays 32 sessions at once of an environment that says what it is told
 and the client in another: a call at a time for each session, the next one when the answer is there.
 
 - a bare server of aiohttp that sends back the body it gets, asked by aiohttp with the bodies that envgym sends;
-- envgym: `env.step` of the remote environment;
-- OpenEnv's server, stepped over WebSocket (`openenv_echo.py`, in the environment of `openenv_requirements.txt`);
-- envgym's batch endpoint: one call steps all sessions, as JSON that is written and read.
+- envgym's server over HTTP, asked in the same way: a request for each step;
+- envgym as it is used: `env.step` of the remote environment;
+- OpenEnv as it is used: `env.step` of its own client (`openenv_echo.py`, in the environment of
+  `openenv_requirements.txt`), and its server alone, asked over its WebSocket by a client that does nothing else;
+- envgym's batch endpoint: one call steps half of the sessions, as JSON that is written and read, and two calls are
+  under way.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import socket
@@ -34,7 +38,7 @@ from record import ROOT, conditions, conditions_in_words, fill_docs, store, tabl
 
 from envgym.remote.client import RemoteEnvSpec
 from envgym.remote.encoding import encode
-from envgym.remote.wire import Step
+from envgym.remote.wire import Opening, Step
 from envgym.types import Action
 
 OPENENV_PYTHON = ROOT / "benchmarks" / ".venv-openenv" / "bin" / "python"
@@ -44,11 +48,19 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 4
 START_SECONDS = 60
 SIDES = {
     "echo": "a bare aiohttp server that sends the body back",
-    "envgym": "envgym, a call for each step",
-    "openenv": "OpenEnv, a message for each step",
-    "batch": "envgym, a batch for a step of all sessions",
+    "http": "envgym's server, a request for each step",
+    "envgym": "envgym, `env.step`",
+    "openenv": "OpenEnv, `env.step` of its own client",
+    "openenv_server": "OpenEnv's server, a message for each step",
+    "batch": "envgym's server, a batch for a step of many sessions",
 }
-GOALS = (("envgym", "echo", 0.5), ("envgym", "openenv", 1.0), ("batch", "openenv", 3.0))
+GOALS = (
+    ("http", "echo", 0.5),
+    ("envgym", "openenv", 1.0),
+    ("envgym", "openenv_server", 1.0),
+    ("batch", "openenv", 3.0),
+    ("batch", "openenv_server", 3.0),
+)
 """Of which side the rate is at least how much of which other's."""
 
 Act = Callable[[], Awaitable[int]]
@@ -115,6 +127,31 @@ async def echo_rate(url: str, options: argparse.Namespace) -> float:
         return await rate([post] * SESSIONS, options)
 
 
+async def http_rate(url: str, options: argparse.Namespace) -> float:
+    kind = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=kind) as http:
+
+        async def ask(path: str, body: bytes) -> bytes:
+            async with http.post(url + path, data=body) as response:
+                assert response.status == 200
+                return await response.read()
+
+        def steps(name: str) -> Act:
+            numbers = itertools.count()
+
+            async def step() -> int:
+                body = encode(Step(step_id=next(numbers), action=Action(TEXT)))
+                assert TEXT.encode() in await ask(f"/v1/sessions/{name}/step", body)
+                return 1
+
+            return step
+
+        names = [f"s{number}" for number in range(SESSIONS)]
+        for name in names:
+            await ask("/v1/sessions", encode(Opening(session_id=name, seed=1)))
+        return await rate([steps(name) for name in names], options)
+
+
 async def envgym_rate(url: str, options: argparse.Namespace) -> float:
     async with RemoteEnvSpec(url) as spec:
         envs = [spec.make() for _ in range(SESSIONS)]
@@ -145,29 +182,30 @@ async def batch_rate(url: str, options: argparse.Namespace) -> float:
             assert all(answer["status"] in (200, 204) for answer in answers), answers[0]
             return answers
 
+        def steps(names: list[str]) -> Act:
+            numbers = itertools.count()
+
+            async def step() -> int:
+                action, number = {"text": TEXT}, next(numbers)
+                answers = await batch(
+                    [{"op": "step", "session_id": name, "step_id": number, "action": action} for name in names]
+                )
+                assert all(answer["body"]["observation"]["text"] == TEXT for answer in answers)
+                return len(names)
+
+            return step
+
         names = [f"s{number}" for number in range(SESSIONS)]
         await batch([{"op": "open", "session_id": name, "seed": 1} for name in names])
-        number = 0
-
-        async def step() -> int:
-            nonlocal number
-            action = {"text": TEXT}
-            answers = await batch(
-                [{"op": "step", "session_id": name, "step_id": number, "action": action} for name in names]
-            )
-            assert all(answer["body"]["observation"]["text"] == TEXT for answer in answers)
-            number += 1
-            return SESSIONS
-
         try:
-            return await rate([step], options)
+            return await rate([steps(names[half::2]) for half in range(2)], options)
         finally:
             await batch([{"op": "close", "session_id": name} for name in names])
 
 
-def openenv_rate(port: int, options: argparse.Namespace) -> float:
+def openenv_rate(way: str, port: int, options: argparse.Namespace) -> float:
     def run(seconds: float) -> float:
-        words = ["measure", str(port), str(SESSIONS), str(seconds), TEXT]
+        words = [way, str(port), str(SESSIONS), str(seconds), TEXT]
         command = [str(OPENENV_PYTHON), str(ROOT / "benchmarks" / "openenv_echo.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120, check=True)
         said = json.loads(done.stdout)
@@ -186,10 +224,11 @@ def measure(side: str, options: argparse.Namespace) -> float:
         "echo": [sys.executable, __file__, "--echo", str(port)],
         "openenv": [str(OPENENV_PYTHON), str(ROOT / "benchmarks" / "openenv_echo.py"), "serve", str(port)],
     }
+    commands["openenv_server"] = commands["openenv"]
     with server(commands.get(side, ours), port):
-        if side == "openenv":
-            return openenv_rate(port, options)
-        work = {"echo": echo_rate, "envgym": envgym_rate, "batch": batch_rate}[side]
+        if side in ("openenv", "openenv_server"):
+            return openenv_rate("client" if side == "openenv" else "messages", port, options)
+        work = {"echo": echo_rate, "http": http_rate, "envgym": envgym_rate, "batch": batch_rate}[side]
         return asyncio.run(work(url, options))
 
 

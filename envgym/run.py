@@ -45,7 +45,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
             try:
                 summary = asyncio.run(_run_stage(config, stage, stage_folder, model, display))
             except asyncio.CancelledError:
-                raise KeyboardInterrupt(f"run {config.name} was stopped before its first step") from None
+                raise KeyboardInterrupt(_stopped_early(config.name or "", stage_folder)) from None
         model = str(stage_folder.model)
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
@@ -53,6 +53,14 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     picture = stages[-1][0].path / PICTURE
     display.finish({**summary, "run": str(folder)} | ({"picture": str(picture)} if picture.exists() else {}))
     return summary
+
+
+def _stopped_early(name: str, folder: RunFolder) -> str:
+    """What Ctrl-C is answered with where nothing was taken that is not kept already."""
+    checkpoint = folder.last_checkpoint()
+    if checkpoint is None:
+        return f"run {name} was stopped before its first step"
+    return f"run {name} was stopped; {checkpoint} is kept, go on with: envgym train --resume {folder.path}"
 
 
 def claim_folder(config: RunConfig, *, resume: bool) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "--nemo-gym", metavar="DIR", type=Path, help="serve as NeMo-Gym's servers do; its config and rows go to DIR"
     )
     parser.add_argument("--model-server", metavar="URL", help="with --nemo-gym: its model server, for /run")
-    parser.add_argument("--rows", metavar="N", type=int, default=1000, help="with --nemo-gym: rows of a split (1000)")
+    parser.add_argument("--rows", metavar="N", type=int, help="with --nemo-gym: rows of a split (1000)")
     options, words = parser.parse_with_words(arguments)
     specs = make_specs(*split_words([*options.envs, *words]))
 
@@ -75,10 +76,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError("--ca-file and --weight go with --join URL")
     options.host = "127.0.0.1" if options.host is None else options.host
     options.port = 8000 if options.port is None else options.port
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port is 0 to 65535, not {options.port}")
     if options.nemo_gym is not None:
         return serve_nemo_gym(specs, options)
-    if options.model_server is not None:
-        raise ConfigError("--model-server goes with --nemo-gym DIR")
+    if options.model_server is not None or options.rows is not None:
+        raise ConfigError("--model-server and --rows go with --nemo-gym DIR")
 
     def on_ready(url: str) -> None:
         for name, spec in specs.items():
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def join(specs: dict[str, EnvSpec], options: Namespace, limits: Limits) -> int:
     from envgym.remote.joining import serve_joined
 
-    listening = ("host", "port", "tls_cert", "tls_key", "nemo_gym", "model_server")
+    listening = ("host", "port", "tls_cert", "tls_key", "nemo_gym", "model_server", "rows")
     if wrong := [name for name in listening if getattr(options, name) is not None]:
         raise ConfigError(f"--{wrong[0].replace('_', '-')} does not go with --join URL: nothing listens here then")
     weight = 1.0 if options.weight is None else options.weight
@@ -144,7 +147,7 @@ def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
             options.nemo_gym,
             on_ready=on_ready,
             model_server=options.model_server,
-            rows_of_a_split=at_least(1, "--rows", options.rows),
+            rows_of_a_split=1000 if options.rows is None else at_least(1, "--rows", options.rows),
             max_sessions=at_least(1, "--max-sessions", options.max_sessions),
         )
     )
@@ -193,6 +196,6 @@ def make_specs(environments: Sequence[tuple[str, str]], settings: Sequence[str])
 
 
 def at_least(least: N, option: str, value: N) -> N:
-    if not value >= least:
+    if not least <= value < math.inf:
         raise ConfigError(f"{option} is at least {least:g}, not {value:g}")
     return value

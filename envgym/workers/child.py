@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from envgym import errors
@@ -43,15 +44,30 @@ def load_target(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def describe_error(error: BaseException) -> tuple[str, str]:
-    """(class, one-line message) of an exception, to cross the wire without unpickling foreign classes.
+Described = tuple[str, str, dict[str, Any]]
+"""An exception as it crosses the wire, without unpickling foreign classes: the name of the nearest class in
+`envgym.errors` (empty where it is not ours), a one-line message, and what else an `InvalidOutcome` says."""
 
-    The class is the name of the nearest class in `envgym.errors`, or empty for an exception that is not ours.
-    """
+
+def describe_error(error: BaseException) -> Described:
+    """What `rebuilt_error` makes the exception of again."""
     if isinstance(error, errors.EnvgymError):
         ours = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
-        return ours, str(error)
-    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
+        if isinstance(error, errors.InvalidOutcome):
+            return ours, str(error), {"kind": error.kind, "retryable": error.retryable}
+        return ours, str(error), {}
+    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": "), {}
+
+
+def rebuilt_error(described: Described, name: str, log: Path) -> errors.EnvgymError:
+    """The exception, or a `WorkerError` of the worker called `name` where it was not ours."""
+    ours, message, more = described
+    if not ours:
+        return errors.WorkerError(f"{name}: {message} (log: {log})")
+    if more:
+        return errors.InvalidOutcome(message=message, **more)
+    found: type[errors.EnvgymError] = getattr(errors, ours)
+    return found(message)
 
 
 class Host:

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envgym import errors
 from envgym.errors import WorkerDied, WorkerError
 
-from .child import START
+from .child import START, rebuilt_error
 from .frames import Outbox, read_frame
 
 START_TIMEOUT = 300.0
@@ -112,13 +111,7 @@ class LocalWorker:
                 if error is None:
                     future.set_result(result)
                 else:
-                    future.set_exception(self._rebuild(*error))
-
-    def _rebuild(self, kind: str, message: str) -> Exception:
-        if kind:
-            rebuilt: Exception = getattr(errors, kind)(message)
-            return rebuilt
-        return WorkerError(f"{self._name}: {message} (log: {self.log})")
+                    future.set_exception(rebuilt_error(error, self._name, self.log))
 
     async def _watch(self) -> None:
         """Read answers until the process ends, then tell everyone who still waits."""

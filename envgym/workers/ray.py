@@ -20,18 +20,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envgym import errors
 from envgym.errors import WorkerDied, WorkerError, missing_package
 
 from . import guard
-from .child import describe_error, load_target
+from .child import Described, describe_error, load_target, rebuilt_error
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
 CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to end by itself when asked, before it is killed."""
 
-Answer = tuple[tuple[str, str] | None, Any]
+Answer = tuple[Described | None, Any]
 """(error, result): errors cross as (class of `envgym.errors` or empty, one line), so nothing foreign is unpickled."""
 
 
@@ -121,10 +120,7 @@ class RayWorker:
             raise WorkerDied(f"{self._name} ended without being asked to (log: {self.log})") from death
         if error is None:
             return result
-        kind, message = error
-        if kind:
-            raise getattr(errors, kind)(message)
-        raise WorkerError(f"{self._name}: {message} (log: {self.log})")
+        raise rebuilt_error(error, self._name, self.log)
 
 
 class RayRuntime:
@@ -196,6 +192,6 @@ async def _future(reference: Any) -> Any:
     return await asyncio.wrap_future(reference.future())
 
 
-def _failure(error: Exception) -> tuple[str, str]:
+def _failure(error: Exception) -> Described:
     traceback.print_exception(error)
     return describe_error(error)

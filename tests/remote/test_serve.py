@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import envgym.registry as registry
+from envgym.cli import main
 from envgym.env import CheckedEnv, Env, EnvSpec
 from envgym.errors import ConfigError, InvalidStep, ResetNeeded
 from envgym.remote.client import RemoteEnvSpec
@@ -225,3 +226,23 @@ def test_what_cannot_be_served_is_refused():
 
     with pytest.raises(ConfigError, match="opponent"):
         check_servable(SelfPlay("x", Env))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--port", "70000"], "--port is 0 to 65535, not 70000"),
+        (["--port", "-1"], "--port is 0 to 65535, not -1"),
+        (["--rows", "3"], "--model-server and --rows go with --nemo-gym DIR"),
+        (["--drain-seconds", "inf"], "--drain-seconds is at least 0, not inf"),
+        (["--host", "8.8.8.8"], "choose another host"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_one_line(given, said, capsys, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123")
+    token.chmod(0o600)
+    assert main(["serve", f"{GAME}:GuessSpec", "--token-file", str(token), *given]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

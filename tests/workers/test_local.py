@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.workers import local
 from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
 
 WORKER = '''
 import asyncio, os, signal, subprocess, sys, time
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, InvalidOutcome
+class NoJudge(InvalidOutcome):
+    pass
 
 class Worker:
     def __init__(self, start=0):
@@ -63,6 +65,8 @@ class Worker:
     def fail(self, kind):
         if kind == "config":
             raise ConfigError("mend the key")
+        if kind == "outcome":
+            raise NoJudge("judge_down", "no judge", retryable=True)
         raise RuntimeError("two\\nlines")
 
     def unpicklable(self):
@@ -168,6 +172,9 @@ def test_an_exception_is_one_line_and_the_worker_lives_on(worker_module, tmp_pat
         assert str(failure.value) == f"w: RuntimeError: two lines (log: {tmp_path / 'logs' / 'w.log'})"
         with pytest.raises(ConfigError, match=r"^mend the key$"):
             await worker.call("fail", "config")
+        with pytest.raises(InvalidOutcome, match=r"^no judge$") as outcome:
+            await worker.call("fail", "outcome")
+        assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
         with pytest.raises(WorkerError, match="no_such_method"):
             await worker.call("no_such_method")
         with pytest.raises(WorkerError, match="pickle"):
@@ -257,6 +264,9 @@ def test_inline_has_the_same_interface(worker_module):
             await worker.call("fail", "other")
         with pytest.raises(ConfigError, match=r"^mend the key$"):
             await worker.call("fail", "config")
+        with pytest.raises(InvalidOutcome, match=r"^no judge$") as outcome:
+            await worker.call("fail", "outcome")
+        assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
         await runtime.close()
         await runtime.close()
 
