@@ -202,7 +202,10 @@ class Application:
     async def channel(self, call: Call) -> web.WebSocketResponse:
         """Answer the requests that come over a WebSocket until it ends."""
         socket = web.WebSocketResponse(
-            timeout=CLOSE_SECONDS, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=MAX_CHANNEL_MESSAGE
+            timeout=CLOSE_SECONDS,
+            heartbeat=CHANNEL_PING_SECONDS,
+            max_msg_size=MAX_CHANNEL_MESSAGE,
+            compress=False,  # nothing that is sent grows in memory
         )
         if call.request is None or not socket.can_prepare(call.request):
             raise _UpgradeRequired()
