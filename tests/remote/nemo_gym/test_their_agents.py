@@ -382,10 +382,12 @@ def test_what_a_server_makes_of_an_engine_that_broke_is_no_reward(own_agent, ren
 def test_an_episode_that_is_over_does_not_grow(own_agent, renderer):
     """Of a call that nobody waited for nothing is recorded, though other episodes keep the endpoint open."""
     late, ended = [], []
+    begun, sampling, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def slow():
+        sampling.set()
         try:
-            await asyncio.sleep(1)
+            await asyncio.sleep(60)
         finally:
             ended.append(True)
 
@@ -393,20 +395,23 @@ def test_an_episode_that_is_over_does_not_grow(own_agent, renderer):
         _, first = await ask(user("a"))
         if row["number"] == 1:
             late.append(asyncio.ensure_future(ask([*user("a"), *first["output"], *user("b")])))
-            await asyncio.sleep(0.2)
+            await sampling.wait()
         else:
-            await asyncio.sleep(2)
+            begun.set()
+            await over.wait()
         return {**row, "response": {"output": first["output"]}, "reward": 1.0}
 
     async def both(agent, task, sampler, own):
         tasks = [Task("t", fields={**task.fields, "number": number}) for number in (0, 1)]
         other = asyncio.ensure_future(agent.run(None, tasks[0], sampler, seed=0))
-        await asyncio.sleep(0.5)
+        await begun.wait()
         engine = EpisodeSampler(Halting(renderer, 2, slow), "late", SamplingParams(max_tokens=8), 512)
         episode = await agent.run(None, tasks[1], engine, seed=0)
         turns = [len(row.turns) for row in episode.rows]
-        status, said = await late[0]
+        async with asyncio.timeout(10):
+            status, said = await late[0]
         assert (turns, ended) == ([1], [True])
+        over.set()
         await other
         assert [len(row.turns) for row in episode.rows] == [1]
         return status, said
