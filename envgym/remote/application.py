@@ -51,7 +51,7 @@ SHUTDOWN_SECONDS = 10.0
 """How long requests in flight may take to finish at the end."""
 
 CLOSE_SECONDS = 2.0
-"""How long a client may take to say that it heard the end of a channel."""
+"""How long a client may take to say that it heard the end of a channel, and to take what was still to be sent there."""
 MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
 """Bytes of the largest message over a channel: what is larger is sent as a request of its own."""
 
@@ -81,7 +81,7 @@ class Application:
         self._limits = limits
         self._tokens = tokens
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
-        self._channels: set[web.WebSocketResponse] = set()
+        self._channels: dict[web.WebSocketResponse, asyncio.Transport] = {}
         self._links: set[Answering] = set()
         self._in_flight: set[asyncio.Task[Any]] = set()
 
@@ -100,7 +100,7 @@ class Application:
         finally:
             self.sessions.draining = True
             reaper.cancel()
-            await asyncio.gather(*(channel.close(code=WSCloseCode.GOING_AWAY) for channel in self._channels))
+            await asyncio.gather(*(_end(*channel, WSCloseCode.GOING_AWAY) for channel in self._channels.items()))
             await runner.cleanup()
             await self.sessions.close_all()
 
@@ -207,19 +207,20 @@ class Application:
             max_msg_size=MAX_CHANNEL_MESSAGE,
             compress=False,  # nothing that is sent grows in memory
         )
-        if call.request is None or not socket.can_prepare(call.request):
+        transport = None if call.request is None else call.request.transport
+        if call.request is None or transport is None or not socket.can_prepare(call.request):
             raise _UpgradeRequired()
         socket.headers["Server"] = SERVER
         await socket.prepare(call.request)
-        self._channels.add(socket)
+        self._channels[socket] = transport
         try:
             async with self.answering(socket, call.client) as answering:
                 await answering.run()
         except ValueError:
             logger.warning("a channel of %s said what is no request; it is closed", call.client.name)
         finally:
-            self._channels.discard(socket)
-            await socket.close()
+            del self._channels[socket]
+            await _end(socket, transport, WSCloseCode.OK)
         return socket
 
     @contextlib.asynccontextmanager
@@ -355,6 +356,12 @@ def _admitted(client: Client, method: str, target: str, body: bytes) -> tuple[Ro
 def _defect(method: str, target: str) -> Problem:
     logger.exception("%s %s", method, target)
     return Problem(500, "internal-error", "a defect of the server; its log has more")
+
+
+async def _end(channel: web.WebSocketResponse, transport: asyncio.Transport, code: int) -> None:
+    """Close a channel, also one whose client reads nothing any more: it would wait for that client for ever."""
+    asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
+    await channel.close(code=code)
 
 
 _DONE = Answer(204, "", b"")

@@ -27,13 +27,18 @@ def within_itself() -> dict[str, Any]:
     return around
 
 
+def nested(levels: int) -> list[Any]:
+    return [nested(levels - 1)] if levels > 1 else []
+
+
 INFO = {
     "surrogate": "caf\udce9",
     "long number": 10**5000,
     "within itself": within_itself(),
     "sparse": Sparse(),
+    "deep": nested(250),
     "far down": {"list": [{1: 2}]},
-    "fine": {"a": [1, "é", None]},
+    "fine": {"a": [1, "é", None], "not so deep": nested(90)},
 }
 
 

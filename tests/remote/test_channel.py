@@ -1,0 +1,217 @@
+"""The WebSocket for many sessions: who gets one, what may be said over it, and what of it outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from envgym.remote.tokens import Tokens
+
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef00"
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    file.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    return Tokens.read(file)
+
+
+def opening(session: str) -> dict[str, Any]:
+    return {"session_id": session, "seed": 1}
+
+
+def step(step_id: int, text: str) -> dict[str, Any]:
+    return {"step_id": step_id, "action": {"text": text}}
+
+
+async def refused(url: str, **headers: str) -> int:
+    """The status with which the server answers who asks for a WebSocket."""
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as raised:
+            await http.ws_connect(f"{url}/v1/channel", headers=headers)
+        return raised.value.status
+
+
+def test_who_may_not_send_requests_gets_no_channel(unruly, channel, tokens):
+    async def main() -> None:
+        async with unruly(tokens=tokens) as (url, _, _):
+            assert await refused(url) == 401
+            assert await refused(url, Authorization=f"Bearer {ALICE}x") == 401
+            async with channel(url, ALICE) as asking:
+                assert (await asking.ask("GET", "/v1/envs"))[0] == 200
+        async with unruly() as (url, _, _):
+            assert await refused(url, Origin="http://evil.example") == 403
+            assert await refused(url, Host="evil.example") == 403
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/channel") as response:
+                assert (response.status, response.headers["Upgrade"]) == (426, "websocket")
+                assert response.content_type == "application/problem+json"
+
+    asyncio.run(main())
+
+
+def test_another_clients_session_does_not_exist_over_a_channel_either(unruly, channel, tokens):
+    async def main() -> None:
+        async with unruly(tokens=tokens) as (url, _, _), channel(url, ALICE) as alice, channel(url, BOB) as bob:
+            assert (await alice.ask("POST", "/v1/sessions", opening("mine")))[0] == 200
+            for session in ("mine", "none"):
+                status, problem = await bob.ask("POST", f"/v1/sessions/{session}/step", step(0, "on"))
+                assert (status, problem["type"]) == (404, "urn:envgym:problem:session-not-found")
+            beat = {"session_ids": ["mine"]}
+            assert await bob.ask("POST", "/v1/sessions/heartbeat", beat) == (200, {"alive": []})
+            assert (await bob.ask("DELETE", "/v1/sessions/mine"))[0] == 204
+            assert (await alice.ask("POST", "/v1/sessions/mine/step", step(0, "on")))[1]["info"] == {"steps": 1}
+
+    asyncio.run(main())
+
+
+def test_each_request_is_answered_when_it_is_done_and_as_it_is_over_http(unruly, channel):
+    async def main() -> None:
+        async with unruly() as (url, _, _), channel(url) as asking:
+            for session in ("slow", "fast", "left"):
+                assert (await asking.ask("POST", "/v1/sessions", opening(session)))[0] == 200
+            left = await asking.send("POST", "/v1/sessions/left/step", step(0, "take 60"))
+            slow = await asking.send("POST", "/v1/sessions/slow/step", step(0, "take 0.3"))
+            fast = await asking.send("POST", "/v1/sessions/fast/step", step(0, "on"))
+            assert [(await asking.hear())[:2] for _ in range(2)] == [(fast, 200), (slow, 200)]
+            closing = await asking.send("DELETE", "/v1/sessions/left")
+            assert {(await asking.hear())[:2] for _ in range(2)} == {(left, 404), (closing, 204)}
+            for method, target, body, status in (
+                ("GET", "/v1/envs/game/tasks?split=train&count=0", None, 422),
+                ("GET", "/v1/envs/game/tasks?split=train&count=1", None, 200),
+                ("POST", "/v1/sessions", {"session_id": "/"}, 422),
+                ("DELETE", "/livez", None, 405),
+                ("GET", "/nothing", None, 404),
+                ("GET", "/v1/channel", None, 426),
+            ):
+                assert (await asking.ask(method, target, body))[0] == status, target
+
+    asyncio.run(main())
+
+
+def test_who_says_what_is_no_request_is_heard_no_longer_and_nobody_else_notices(unruly, channel):
+    nonsense = [
+        "a text",
+        '[[0,"GET","/livez",0]]\n',
+        b"",
+        b"no heads",
+        b"{}\n",
+        b'[[0,"GET","/livez",4]]more',
+        b'[[0,"GET","/livez",0]]\nmore',
+        b'[[0,"GET","/livez",-1],[1,"GET","/livez",1]]\n',
+        b'[[0,"GET","/livez",9000000000000000000]]\n',
+        b'[[0,"PUT","/livez",0]]\n',
+        b'[["0","GET","/livez",0]]\n',
+        b"[" * 100_000,
+        b"\xff" * 1000,
+        b'[[0,"GET","/livez",%d]]\n' % 2**21 + b" " * 2**21,
+    ]
+
+    async def main() -> None:
+        async with unruly() as (url, _, _), channel(url) as good, aiohttp.ClientSession() as http:
+            assert (await good.ask("POST", "/v1/sessions", opening("s")))[0] == 200
+            for number, message in enumerate(nonsense):
+                async with http.ws_connect(f"{url}/v1/channel") as bad, asyncio.timeout(5):
+                    await (bad.send_str(message) if isinstance(message, str) else bad.send_bytes(message))
+                    heard = await bad.receive()
+                    assert heard.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED), message[:50]
+                status, stepped = await good.ask("POST", "/v1/sessions/s/step", step(number, "on"))
+                assert (status, stepped["info"]) == (200, {"steps": number + 1})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("again", ["a new channel", "http"])
+def test_a_step_is_taken_once_though_its_client_lost_the_connection_meanwhile(unruly, channel, again):
+    async def main() -> None:
+        async with unruly() as (url, _, _):
+            async with channel(url) as asking:
+                assert (await asking.ask("POST", "/v1/sessions", opening("s")))[0] == 200
+                await asking.send("POST", "/v1/sessions/s/step", step(0, "take 0.4"))
+                await asyncio.sleep(0.1)
+                asking.socket._response.connection.transport.abort()
+            async with channel(url) as asking, aiohttp.ClientSession() as http:
+                if again == "http":
+                    async with http.post(f"{url}/v1/sessions/s/step", json=step(0, "take 0.4")) as response:
+                        stepped = await response.json()
+                else:
+                    _, stepped = await asking.ask("POST", "/v1/sessions/s/step", step(0, "take 0.4"))
+                assert stepped["info"] == {"steps": 1}
+                assert (await asking.ask("POST", "/v1/sessions/s/step", step(1, "on")))[1]["info"] == {"steps": 2}
+
+    asyncio.run(main())
+
+
+def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(unruly, channel, monkeypatch):
+    monkeypatch.setattr("envgym.remote.links.MAX_REQUESTS", 100)
+    requests = 3000
+
+    async def main() -> None:
+        async with unruly() as (url, _, _), channel(url) as asking, channel(url) as other:
+            for each, session in ((asking, "s"), (other, "t")):
+                assert (await each.ask("POST", "/v1/sessions", opening(session)))[0] == 200
+            body = step(0, "x" * 10_000)
+            _, stepped = await asking.ask("POST", "/v1/sessions/s/step", body)
+
+            async def ask_on() -> None:
+                for _ in range(requests):
+                    await asking.send("POST", "/v1/sessions/s/step", body)
+
+            sending = asyncio.create_task(ask_on())
+            for number in range(50):
+                began = time.monotonic()
+                assert (await other.ask("POST", "/v1/sessions/t/step", step(number, "on")))[0] == 200
+                assert time.monotonic() - began < 0.5
+                await asyncio.sleep(0.01)
+            assert not sending.done()  # all that waits would be in the server's memory
+            for _ in range(requests):
+                assert (await asking.hear())[2] == stepped
+            await sending
+
+    asyncio.run(main())
+
+
+async def fill(asking: Any) -> None:
+    """Leave so much to be read that the server cannot send all of it."""
+    assert (await asking.ask("POST", "/v1/sessions", opening("s")))[0] == 200
+    for _ in range(2000):
+        await asking.send("POST", "/v1/sessions/s/step", step(0, "on"))
+    await asyncio.sleep(0.3)  # it has answered until nothing more was taken
+
+
+def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channel, monkeypatch):
+    monkeypatch.setattr("envgym.remote.application.CLOSE_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with unruly() as (url, _, _):
+            before = asyncio.all_tasks()
+            async with channel(url) as asking:
+                await fill(asking)
+                await asking.socket.send_str("a text")
+                for _ in range(100):
+                    left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
+                    if not any("/envgym/" in file for file in left):
+                        return
+                    await asyncio.sleep(0.02)
+                raise AssertionError(left)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_nothing_any_more_does_not_keep_the_server_from_ending(unruly, channel, monkeypatch):
+    monkeypatch.setattr("envgym.remote.application.CLOSE_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as clients:
+            async with unruly() as (url, _, _):
+                await fill(await clients.enter_async_context(channel(url)))
+                began = time.monotonic()
+            assert time.monotonic() - began < 5
+
+    asyncio.run(main())
