@@ -319,15 +319,10 @@ class CheckedEnv(Env):
                 f"not {result!r:.80}"
             )
         observation, reward, terminated, truncated, info = result
-        reward = None if reward is None else self._number("a reward", reward)
-        if (score := info.get("score")) is not None:
-            info["score"] = score = self._number("a score", score)
-            if not 0 <= score <= 1:
-                raise InvalidStep(f"{self.spec.id}: a score lies in [0, 1], not at {score:g}")
-        if (metrics := info.get("metrics")) is not None:
-            if not isinstance(metrics, Mapping):
-                raise InvalidStep(f"{self.spec.id}: info['metrics'] is names to numbers, not {metrics!r:.80}")
-            info["metrics"] = _finite(metrics)
+        try:
+            reward = checked_numbers(reward, info)
+        except ValueError as error:
+            raise InvalidStep(f"{self.spec.id}: {error}") from None
         self._playing = not (terminated or truncated)
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
 
@@ -380,16 +375,33 @@ class CheckedEnv(Env):
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
 
-    def _number(self, what: str, value: Any) -> float:
-        if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
-            raise InvalidStep(f"{self.spec.id}: {what} is a number or None, not {value!r:.80}")
-        try:
-            number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
-            raise InvalidStep(f"{self.spec.id}: {what} is one number, not {value!r:.80} ({error})") from None
-        if not math.isfinite(number):
-            raise InvalidStep(f"{self.spec.id}: {what} must be finite, not {number}")
-        return number
+
+def checked_numbers(reward: Any, info: Info) -> float | None:
+    """The reward of a step as a number; `score` and `metrics` in `info` are made numbers too. Raises `ValueError`."""
+    paid = None if reward is None else _number("a reward", reward)
+    if (score := info.get("score")) is not None:
+        info["score"] = score = _number("a score", score)
+        if not 0 <= score <= 1:
+            raise ValueError(f"a score lies in [0, 1], not at {score:g}")
+    if (metrics := info.get("metrics")) is not None:
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"info['metrics'] is names to numbers, not {metrics!r:.80}")
+        info["metrics"] = _finite(metrics)
+    return paid
+
+
+def _number(what: str, value: Any) -> float:
+    if type(value) is float and math.isfinite(value):  # nearly all are, and the next check takes a while
+        return value
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+        raise ValueError(f"{what} is a number or None, not {value!r:.80}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
+        raise ValueError(f"{what} is one number, not {value!r:.80} ({error})") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, not {number}")
+    return number
 
 
 def _finite(metrics: Mapping[Any, Any]) -> dict[str, float]:

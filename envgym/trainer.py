@@ -21,7 +21,7 @@ from .buffer import Buffer
 from .config import RunConfig, StageConfig
 from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
-from .errors import RolloutFailed, RunError
+from .errors import InvalidOutcome, RolloutFailed, RunError
 from .evaluation.held_out import HeldOut
 from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
@@ -103,11 +103,13 @@ class Trainer:
                     raise Stopped
                 await self.take_step()
                 boundary = self.state()
-        except (Stopped, RolloutFailed):
-            # Both happen while episodes are in play, so weights are those of the last whole step.
+        except (Stopped, RolloutFailed, InvalidOutcome) as error:
+            # All happen while tasks are read or in play, so weights are those of the last whole step.
             best = boundary["progress"]["best"]
             if best is None or best["step"] != boundary["progress"]["step"]:  # else it is kept already, and linked to
                 await self.checkpoint(boundary)
+            if isinstance(error, InvalidOutcome):  # tasks that cannot be read any more
+                raise RolloutFailed(f"after step {boundary['progress']['step']}: {error}") from error
             raise
 
     async def take_step(self) -> None:

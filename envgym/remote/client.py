@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from envgym.deadline import standing_still
-from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
+from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, checked_numbers
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.types import Action, Episode, Judgement, Observation, Task
 
 from .access import access, parse_address
+from .encoding import encode
 from .frames import Method
 from .remote_tasks import RemoteTasks
-from .replicas import CONNECT_SECONDS, Replica, Replicas, check_same
-from .transport import Counters, Full, HttpTransport, RemoteError, as_error
-from .wire import EnvDescription, Group, Opened, Opening, Step, Stepped, Verdict, Verdicts
+from .replicas import CONNECT_SECONDS, Replica, Replicas
+from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, Full, HttpTransport, RemoteError, as_error
+from .wire import MAX_BATCH, MAX_BODY, EnvDescription, Group, Opened, Opening, Step, Stepped, Verdict, Verdicts
 
 CLOSE_SECONDS = 10.0
 CLOSE_PATIENCE = 2.0
@@ -42,6 +43,11 @@ class ConnectionConfig(EnvConfig):
     on an environment, 600 s, comes first."""
     reconnect: float = Field(default=30.0, ge=0)
     """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
+
+    @field_validator("call_timeout")
+    @classmethod
+    def _call_timeout(cls, seconds: float) -> float:
+        raise ValueError("it is set where the environment is served; from here, timeout bounds a reset or a step")
 
 
 class RemoteConfig(ConnectionConfig):
@@ -114,7 +120,12 @@ class ServedEnvSpec(EnvSpec):
         """What the server's environment says of a group, where it judges groups."""
         if not self.description.scores_groups:
             return None
-        group = Group(task=task, episodes=tuple(to_record(episode) for episode in episodes))
+        if len(episodes) > MAX_BATCH:
+            what = (
+                f"{self.id}: a group that is judged by a server has at most {MAX_BATCH} episodes, not {len(episodes)}"
+            )
+            raise RemoteError("refused", what, retryable=False)
+        group = Group(task=task, episodes=tuple(_for_judges(episode) for episode in episodes))
         answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
         return None if answer.verdicts is None else [self._judgement(verdict) for verdict in answer.verdicts]
 
@@ -127,31 +138,53 @@ class ServedEnvSpec(EnvSpec):
         return RemoteEnv(self)
 
     async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
-        """What a server that is up says to a request below the environment's own path."""
-        replicas, config = self.replicas, self.config
+        """What a server says to a request below the environment's own path. Where one has no answer the others are
+        asked, and once none is left all of them again, for `reconnect` seconds."""
+        replicas, config, now = self.replicas, self.config, asyncio.get_running_loop().time
+        content = None if body is None else encode(body)
+        if content is not None and len(content) > MAX_BODY:
+            what = f"{self.id}: a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
+            raise RemoteError("refused", what, retryable=False)
+        ends, gives_up, pause = now() + config.timeout, 0.0, FIRST_PAUSE
+        failed: set[Replica] = set()
         while True:
-            replica = replicas.any_up()
-            patience = 0.0 if replicas.others(replica) else config.reconnect
-            where = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
+            replica = replicas.any_up(failed)
+            others = replicas.others(replica, failed)
+            seconds, patience = ends - now(), config.reconnect
+            if others:  # one that says nothing leaves them time
+                seconds, patience = seconds / 2, 0.0
             try:
-                return await replica.transport.ask(
-                    model, method, where, body, seconds=config.timeout, patience=patience
-                )
+                where = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
+                answer = await replica.transport.ask(model, method, where, content, seconds=seconds, patience=patience)
             except RemoteError as error:
-                if error.kind != "connection":
-                    raise
+                if not error.retryable and replica.description is not None:
+                    raise  # it is the request that is wrong
                 replica.is_down()
-                if not replicas.others(replica):
+                failed.add(replica)
+                if others:
+                    continue
+                gives_up = gives_up or min(ends, now() + config.reconnect)
+                if not error.retryable or error.kind == "connection" or now() + pause >= gives_up:
                     raise
+            else:
+                replica.is_up()
+                return answer
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+            failed.clear()
 
     async def describe(self, replica: Replica, patience: float) -> EnvDescription:
-        """What `replica` serves; where it is asked anew, it must be what it was."""
-        if replica.description is None:
-            found = await replica.describe(patience)
-            if self._description is not None:
-                check_same(self._description, found, replica.address)
-        assert replica.description is not None
-        return replica.description
+        """What `replica` serves; where it is asked anew, it must be what it was. Raises `RemoteError`."""
+        if replica.description is not None:
+            return replica.description
+        replica.expected = self._description
+        try:
+            return await replica.describe(patience)
+        except EnvgymError as error:
+            replica.is_down()
+            if isinstance(error, RemoteError):
+                raise
+            raise RemoteError("refused", str(error), retryable=False) from None
 
     def report_dropped(self, names: tuple[str, ...]) -> None:
         """Count `info` entries that JSON could not carry, and warn once of each name."""
@@ -174,6 +207,8 @@ class RemoteEnvSpec(ServedEnvSpec):
         if not urls:
             raise ConfigError(f"environment {id}: urls says where it is served")
         self.addresses = [parse_address(url) for url in urls]
+        if len({address.server for address in self.addresses}) < len(urls):
+            raise ConfigError(f"environment {id}: the same server is named twice; its places are there once")
 
     @property
     def replicas(self) -> Replicas:
@@ -247,8 +282,6 @@ class RemoteEnv(CheckedEnv):
         try:
             async with deadline:
                 while True:
-                    if self._place is not None and self._place.down and replicas.others(self._place):
-                        self._leave()
                     with standing_still():  # waiting for a place is not the episode's own time
                         await self.acquire()
                     assert self._place is not None
@@ -259,12 +292,18 @@ class RemoteEnv(CheckedEnv):
                         refusal = full
                         self._place = None
                         replicas.refused(place, full)
-                    except RemoteError:
+                    except RemoteError as error:
+                        if error.kind in ("server", "timeout"):  # the next one would fare no better there
+                            place.is_down()
                         if not place.down or not replicas.others(place):
                             raise
+                        await self._end_session()
+                        self._leave()
         except TimeoutError:
             if not deadline.expired():
                 raise
+            if self._place is not None:
+                self._place.is_down()
             waited = f"no place became free within {seconds:g} s"
             if self._place is not None:
                 waited = f"{self._place.address}: no answer within {seconds:g} s; is the server well?"
@@ -273,26 +312,31 @@ class RemoteEnv(CheckedEnv):
 
     async def _open_at(self, place: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         patience = 0.0 if self.spec.replicas.others(place) else self.spec.config.reconnect
-        try:
-            name = (await self.spec.describe(place, patience)).name
-        except RemoteError:
-            place.is_down()
-            raise
+        name = (await self.spec.describe(place, patience)).name
         self._session, self._next_step = uuid.uuid4().hex, 0
         opening = Opening(session_id=self._session, env=name, seed=seed, task=task, options=options)
-        return await self._ask(Opened, "POST", "/v1/sessions", opening, patience)
+        try:
+            return await self._ask(Opened, "POST", "/v1/sessions", encode(opening), patience)
+        except RemoteError as error:
+            if error.kind == "refused":
+                place.description = None  # it may have become another server: whoever comes next asks
+            raise
 
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._session is None:
             raise ResetNeeded(f"{self.spec.id}: call reset before step")
-        step = Step(step_id=self._next_step, action=action)
-        self._next_step += 1
+        step = encode(Step(step_id=self._next_step, action=action))
+        self._next_step += 1  # only now: what cannot be sent is no step
         path = f"/v1/sessions/{self._session}/step"
         stepped = await self._ask(Stepped, "POST", path, step, self.spec.config.reconnect)
         self.spec.report_dropped(stepped.dropped)
-        return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
+        try:
+            reward = checked_numbers(stepped.reward, stepped.info)
+        except ValueError as error:
+            raise RemoteError("server", f"{self.spec.id}: {error}", retryable=True) from None
+        return stepped.observation, reward, stepped.terminated, stepped.truncated, stepped.info
 
-    async def _ask(self, model: type[B], method: Method, path: str, body: BaseModel, patience: float) -> B:
+    async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
         """A request to the session, whose lease it renews."""
         place, session = self._place, self._session
         assert place is not None
@@ -302,10 +346,13 @@ class RemoteEnv(CheckedEnv):
             answer = await place.transport.ask(
                 model, method, path, body, seconds=self.spec.config.timeout, patience=patience
             )
-        except RemoteError as error:
-            if error.kind == "connection":
+        except EnvgymError as error:
+            kind = error.kind if isinstance(error, RemoteError) else "environment"
+            if kind == "connection":
                 place.is_down()
-            if isinstance(error, Full) or error.kind == "session_lost":  # there is nothing to end
+            elif kind not in ("server", "timeout"):
+                place.is_up()
+            if kind in ("capacity", "session_lost"):  # there is nothing to end
                 place.leases.end(session)
                 self._session = None
             raise
@@ -339,3 +386,12 @@ class RemoteEnv(CheckedEnv):
             await place.transport.call("DELETE", f"/v1/sessions/{session}", seconds=seconds, patience=patience)
         except RemoteError as error:
             logger.debug("session %s was not closed: %s", session, error)  # counted; its episode is over either way
+
+
+def _for_judges(episode: Episode) -> dict[str, Any]:
+    """Its record without the log-probabilities it was sampled with, which are half of it and say nothing of it."""
+    record = to_record(episode)
+    for row in record["rows"]:
+        for segment in row["segments"]:
+            segment["logprobs"] = None
+    return record

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from .encoding import encode
 from .transport import RemoteError, Transport
 from .wire import MAX_HEARTBEAT, Alive, Heartbeat
 
@@ -71,7 +72,7 @@ class Leases:
         heartbeat = Heartbeat(session_ids=tuple(sessions))
         self._transport.counters.heartbeats += 1
         answer = await self._transport.ask(
-            Alive, "POST", "/v1/sessions/heartbeat", heartbeat, seconds=max(self.seconds / 3, 1.0)
+            Alive, "POST", "/v1/sessions/heartbeat", encode(heartbeat), seconds=max(self.seconds / 3, 1.0)
         )
         now = asyncio.get_running_loop().time()
         for session in answer.alive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from envgym.errors import ConfigError
 
@@ -35,6 +35,10 @@ class Replica:
         self.weight = weight
         self.leases = Leases(self.transport, self._fell_silent)
         self.description: EnvDescription | None = None
+        self.expected: EnvDescription | None = None
+        """What it must serve, where that is known."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Called where it may have more places than before."""
         self.taken = 0
         self.room: int | None = None
         self.stated_room: int | None = None
@@ -42,6 +46,7 @@ class Replica:
         self.try_at = 0.0
         self._pause = FIRST_PAUSE
         self._asking: asyncio.Task[EnvDescription] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def describe(self, patience: float = 0.0) -> EnvDescription:
         """What the server says of the environment; asked once, and again when it was down. Raises `EnvgymError`."""
@@ -55,9 +60,13 @@ class Replica:
     async def _describe(self, patience: float) -> EnvDescription:
         seconds = CONNECT_SECONDS + patience
         served = await self.transport.ask(EnvList, "GET", "/v1/envs", seconds=seconds, patience=patience)
-        found = self.description = self._choose(served)
+        found = self._choose(served)
+        if self.expected is not None:
+            check_same(self.expected, found, self.address)
+        self.description = found
         self.leases.seconds = served.lease_seconds
         self.room = self.stated_room = min(served.max_sessions, found.concurrency or served.max_sessions)
+        self.on_room()
         return found
 
     def _described(self, asking: asyncio.Task[EnvDescription]) -> None:
@@ -84,25 +93,37 @@ class Replica:
 
     def is_up(self) -> None:
         """It answered."""
-        self.down, self._pause = False, FIRST_PAUSE
+        was_down, self.down, self._pause = self.down, False, FIRST_PAUSE
+        if was_down:
+            self.on_room()
 
     def is_down(self) -> None:
-        """It cannot be reached: leave it out for a while, and then ask anew what it serves."""
+        """It cannot be reached, or does not work: leave it out for a while, and then ask anew what it serves."""
         now = asyncio.get_running_loop().time()
         self.description = None
         if self.down and now < self.try_at <= now + LONGEST_PAUSE:
             return  # one of many sessions that find it so
         if not self.down:
-            logger.warning("%s cannot be reached", self.address)
+            logger.warning("%s cannot be reached, or does not work", self.address)
         self.down = True
-        self.try_at = now + self._pause
+        self.try_after(self._pause)
         self._pause = min(self._pause * 2, LONGEST_PAUSE)
+
+    def try_after(self, seconds: float) -> None:
+        """Leave it out for so long; then whoever waits for a place may try it."""
+        loop = asyncio.get_running_loop()
+        self.try_at = loop.time() + seconds
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(self.try_at + 0.01, self.on_room)  # timers may be a little early
 
     def _fell_silent(self, seconds: float) -> None:
         self.is_down()
         self.transport.give_up(seconds)
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
@@ -117,6 +138,8 @@ class Replicas:
         self._replicas = list(replicas)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._growing: dict[Replica, asyncio.TimerHandle] = {}
+        for replica in replicas:
+            replica.on_room = self._wake
 
     async def connect(self, seconds: float) -> EnvDescription:
         """Ask every server what it serves, all at once. Those that do not answer are left out for a while.
@@ -141,6 +164,8 @@ class Replicas:
                 failures[replica] = error
         if not found:
             raise next(iter(failures.values()))
+        for replica in self._replicas:
+            replica.expected = found[0]  # also of one that answers later
         for replica in failures:
             replica.is_down()
         return found[0]
@@ -156,13 +181,16 @@ class Replicas:
         """Those that could not be reached."""
         return [replica for replica in self._replicas if replica.down]
 
-    def others(self, replica: Replica) -> bool:
-        """Whether there is another server to turn to."""
-        return any(other is not replica and not other.down for other in self._replicas)
+    def others(self, replica: Replica, failed: Collection[Replica] = ()) -> bool:
+        """Whether there is another server to turn to, which has not `failed`."""
+        return any(not other.down and other not in failed for other in self._replicas if other is not replica)
 
-    def any_up(self) -> Replica:
-        """A server for what each of them can answer: tasks, judgements."""
-        return min(self._replicas, key=lambda replica: (replica.down, replica.taken))
+    def any_up(self, failed: Collection[Replica] = ()) -> Replica:
+        """A server for what each of them can answer (tasks, judgements), if possible one that has not `failed`."""
+        return min(
+            self._replicas,
+            key=lambda replica: (replica in failed, replica.down, replica.down and replica.try_at, replica.taken),
+        )
 
     async def take(self) -> Replica:
         """A place on the server with the smallest share of its places taken; waits until there is one.
@@ -215,8 +243,12 @@ class Replicas:
             return None
         best = min(free, key=lambda replica: replica.load)
         if best.down:  # one session finds out how it is; the others go elsewhere meanwhile
-            best.try_at = now + 2 * LONGEST_PAUSE
+            best.try_after(2 * LONGEST_PAUSE)
         return best
+
+    def _wake(self) -> None:
+        for _ in range(len(self._waiting)):
+            self._next()
 
     def _next(self) -> None:
         while self._waiting:

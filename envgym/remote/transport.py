@@ -15,15 +15,21 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from envgym import errors
 from envgym.deadline import Deadline
-from envgym.errors import EnvgymError, InvalidOutcome
+from envgym.errors import (
+    CallTimeout,
+    ConfigError,
+    DataError,
+    EnvgymError,
+    InvalidOutcome,
+    InvalidStep,
+    ResetNeeded,
+)
 
 from .access import Access
-from .encoding import encode
-from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, Answer, Method
+from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method
 from .links import Asking
-from .wire import ProblemBody
+from .wire import MAX_BODY, ProblemBody
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
@@ -31,6 +37,9 @@ LONGEST_PAUSE = 5.0
 CONNECT_SECONDS = 10.0
 NO_CHANNEL_SECONDS = 60.0
 """After so long a server that took no WebSocket is tried with one again."""
+
+OF_ENVIRONMENTS = {error.__name__: error for error in (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)}
+"""Errors that are the environment's own wherever it runs: a worker's, say, would be taken for that of our worker."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -47,7 +56,7 @@ class RemoteError(InvalidOutcome):
     | `capacity` | no place became free in time | yes |
     | `timeout` | no answer in time, of the server or of the environment | yes |
     | `server` | the answer is not one of an envgym server, or the server has a defect | yes |
-    | `refused` | the server does not take the request: a wrong token, an unknown environment | no |
+    | `refused` | the server does not take the request: a wrong token, other tasks than it had | no |
     | `environment` | the environment raised | no |
     """
 
@@ -108,17 +117,15 @@ class Transport(ABC):
         model: type[B],
         method: Method,
         path: str,
-        body: BaseModel | None = None,
+        body: bytes | None = None,
         *,
         seconds: float,
         patience: float = 0.0,
     ) -> B:
         """The server's answer as a `model`. Raises as `call` does, also for what is no such answer."""
-        content = await self.call(
-            method, path, None if body is None else encode(body), seconds=seconds, patience=patience
-        )
+        content = await self.call(method, path, body, seconds=seconds, patience=patience)
         try:
-            return model.model_validate_json(content)
+            return model.model_validate_json(content, strict=True)
         except ValidationError as error:
             self.counters.failures += 1
             what = f"the answer to {method} {path} is not one of an envgym server ({error.errors()[0]['msg'].lower()})"
@@ -132,8 +139,6 @@ class Transport(ABC):
         A connection that cannot be made, or drops, is tried again for `patience` seconds. Raises the server's own
         `EnvgymError` where it names one, and else `RemoteError`; `Full` where a session finds no place.
         """
-        if self._closed:
-            raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=False)
         deadline = Deadline(seconds)
         self._waiting[deadline] = None
         try:
@@ -155,6 +160,8 @@ class Transport(ABC):
         now = asyncio.get_running_loop().time
         pause, give_up_at = FIRST_PAUSE, None
         while True:
+            if self._closed:  # a server that joined and is gone for good, say
+                raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=True)
             self.counters.requests += 1
             wait: float | None = None
             try:
@@ -232,16 +239,23 @@ class HttpTransport(Transport):
                     raise self._unreachable(error) from None
         try:
             async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
-                content = await response.read()
+                content = await self._read(response)
         except aiohttp.InvalidURL:
-            raise errors.ConfigError(
-                f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME"
-            ) from None
+            raise ConfigError(f"{self.url}: not a usable URL; it looks like http://127.0.0.1:8000/NAME") from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._unreachable(error) from None
-        return Answer(
-            response.status, response.content_type, content, _retry_after(response) if response.status == 429 else 1.0
-        )
+        again = response.headers.get("Retry-After", 1.0) if response.status == 429 else 1.0
+        return Answer(response.status, response.content_type, content, _pause(again))
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """The body, which may have no end."""
+        content = bytearray()
+        async for part in response.content.iter_any():
+            content += part
+            if len(content) > MAX_BODY:
+                response.close()
+                raise RemoteError("server", f"{self.url}: an answer of more than {MAX_BODY} bytes", retryable=True)
+        return bytes(content)
 
     async def _channel(self) -> Asking | None:
         """The one WebSocket for all sessions: a message there costs much less than a request, and sessions need no
@@ -259,7 +273,7 @@ class HttpTransport(Transport):
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 socket = await self._session.ws_connect(
-                    self.url + CHANNEL_PATH, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=0
+                    self.url + CHANNEL_PATH, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
         except aiohttp.InvalidURL:
             return None  # the request says so
@@ -285,14 +299,22 @@ class HttpTransport(Transport):
             dialling.exception()  # whoever asked may have gone
 
     async def _listen(self, socket: aiohttp.ClientWebSocketResponse, asking: Asking) -> None:
+        heard = False
         try:
             async for message in socket:
-                if message.type is aiohttp.WSMsgType.BINARY:
-                    asking.hear(message.data)
-                    await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
+                if message.type is aiohttp.WSMsgType.TEXT or isinstance(message.data, aiohttp.WebSocketError):
+                    raise ValueError("not a message of ours")
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break  # no answer to a ping
+                asking.hear(message.data)
+                heard = True
+                await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
         except ValueError:
+            heard = False
             logger.warning("%s sent what is no answer; the connection is closed", self.url)
         finally:
+            if not heard:  # something on the way takes it and cannot carry it
+                self._without_channel("it carried nothing")
             asking.end()
             await socket.close()
 
@@ -330,10 +352,10 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
         case "session-not-found":
             return RemoteError("session_lost", what, retryable=True)
         case "server-full" | "quota-exceeded":
-            return Full(what, problem.retry_after or 1.0)
+            return Full(what, _pause(problem.retry_after or 1.0))
         case "shutting-down":
             return RemoteError("connection", what, retryable=True)
-        case "internal-error" | "too-slow":
+        case "internal-error" | "too-slow" | "environment-not-found":  # it said that it serves it
             return RemoteError("server", what, retryable=True)
         case "unauthorized":
             return RemoteError("refused", f"{what} (token_file names the file that holds it)", retryable=False)
@@ -343,15 +365,15 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
 def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
     if problem.failure:  # an episode that says nothing, by the environment's own word
         return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
-    known = getattr(errors, problem.error, None)
-    if isinstance(known, type) and issubclass(known, EnvgymError) and known is not InvalidOutcome:
-        return known(problem.detail)
+    if problem.error in OF_ENVIRONMENTS:
+        return OF_ENVIRONMENTS[problem.error](problem.detail)
     what = f"{url}: the environment raised {problem.error}: {problem.detail}"
     return RemoteError("environment", what, retryable=False)
 
 
-def _retry_after(response: aiohttp.ClientResponse) -> float:
+def _pause(said: str | float) -> float:
+    """Seconds to wait where someone said so."""
     try:
-        return min(max(float(response.headers.get("Retry-After", "")), 0.1), 60.0)
-    except ValueError:  # a date, or nothing
+        return min(max(0.1, float(said)), 60.0)  # in this order: not a number is 0.1
+    except ValueError:  # a date
         return 1.0

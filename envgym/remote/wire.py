@@ -74,8 +74,8 @@ class EnvList(Wire):
     protocol: Literal["envgym"] = "envgym"
     version: int = VERSION
     envs: tuple[EnvDescription, ...]
-    lease_seconds: float
-    max_sessions: int
+    lease_seconds: float = Field(ge=0.1, allow_inf_nan=False)
+    max_sessions: int = Field(ge=1)
 
 
 class TaskQuery(Wire):

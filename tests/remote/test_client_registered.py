@@ -65,12 +65,13 @@ def test_a_name_stands_for_a_served_environment_until_it_is_removed(game, tmp_pa
     assert "no remote environment is called 'numbers'" in err
 
 
-def test_the_projects_name_counts_before_the_users(game, tmp_path):
+def test_the_projects_name_counts_before_the_users(game, start, tmp_path):
+    other = start("GuessSpec")
     assert run("add", "numbers", f"{game.url}/game")[0] == 0
-    status, out, _ = run("add", "numbers", game.url, f"{game.url}/game", "--project")
+    status, out, _ = run("add", "numbers", game.url, f"{other.url}/game", "--project")
     assert status == 0
     assert str(tmp_path / "project/envgym.yaml") in out
-    assert registered.registered()["numbers"].urls == (game.url, f"{game.url}/game")
+    assert registered.registered()["numbers"].urls == (game.url, f"{other.url}/game")
     assert run("remove", "numbers")[0] == 0
     assert registered.registered()["numbers"].urls == (f"{game.url}/game",)
 
