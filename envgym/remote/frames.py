@@ -1,8 +1,12 @@
 """Requests and answers over a WebSocket, many at once and each answered when it is done.
 
 A binary message holds some of them: a line of JSON that lists their heads, and behind it their bodies, one after the
-other. Requests are those of `routes`, and may be sent again like them, over another connection too. Either end may
-have made the connection: a client that steps a server's sessions (`CHANNEL_PATH`), or a server that joins a trainer
+other. One with a large body is cut into pieces, so that others go between: messages that begin with `+`, the last one
+with `.`. One follows the other whole. Each piece is answered with a pong: whoever sends for long hears that the other
+end is there.
+
+Requests are those of `routes`, and may be sent again like them, over another connection too. Either end may have made
+the connection: a client that steps a server's sessions (`CHANNEL_PATH`), or a server that joins a trainer
 (`JOIN_PATH`). The latter says `Hello` first, as a text message, and again with `leaving` once it takes no new sessions.
 """
 
@@ -18,10 +22,13 @@ from .wire import MAX_BODY, VERSION, Wire
 
 CHANNEL_PATH = "/v1/channel"
 JOIN_PATH = "/v1/join"
-MAX_MESSAGE = MAX_BODY + 2**20
-"""Bytes of the largest message: the largest body, and the heads with what is sent beside it."""
 FULL_MESSAGE, FULL_COUNT = 2**18, 16
-"""Bytes and requests after which a message gets no further one: while one end reads it, the other fills the next."""
+"""Bytes and requests after which a message gets no further one: while one end reads it, the other fills the next. A
+larger body is sent in pieces of so many bytes."""
+MAX_MESSAGE = 4 * FULL_MESSAGE
+"""Bytes of the largest message, with room to spare: one that is full but for a byte, another body, and their heads."""
+MAX_WHOLE = MAX_BODY + 2**20
+"""Bytes of the largest one that is sent in pieces: the largest body, and its head."""
 CHANNEL_BODY = 2**20
 """Bytes of the largest body that a client sends over a channel: larger ones would hold up all others there."""
 PING_SECONDS = 10.0
@@ -65,6 +72,14 @@ ANSWERS: TypeAdapter[list[AnswerHead]] = TypeAdapter(list[AnswerHead])
 
 H = TypeVar("H", AskHead, AnswerHead)
 
+_MORE, _LAST = b"+", b"."
+
+
+_MORE, _LAST = b"+", b"."
+
+
+_MORE, _LAST = b"+", b"."
+
 
 def pack(heads: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
     """One message."""
@@ -85,3 +100,33 @@ def _bodies(heads: list[H], message: bytes, end: int) -> Iterator[tuple[H, bytes
     for head in heads:
         begin, end = end, end + head[3]
         yield head, message[begin:end]
+
+
+def cut(message: bytes) -> Iterator[bytes]:
+    """The pieces of a large message."""
+    rest = memoryview(message)
+    while len(rest) > FULL_MESSAGE:
+        yield b"".join([_MORE, rest[:FULL_MESSAGE]])
+        rest = rest[FULL_MESSAGE:]
+    yield b"".join([_LAST, rest])
+
+
+def is_piece(message: bytes) -> bool:
+    return message.startswith((_MORE, _LAST))
+
+
+class Pieces:
+    """Puts the pieces of a large message together again."""
+
+    def __init__(self) -> None:
+        self._found = bytearray()
+
+    def add(self, piece: bytes) -> bytes | None:
+        """The message, once this was its last piece. Raises `ValueError` for one that is too large."""
+        if len(self._found) + len(piece) > MAX_WHOLE:
+            raise ValueError("the pieces are too many")
+        self._found += memoryview(piece)[1:]
+        if piece.startswith(_MORE):
+            return None
+        whole, self._found = bytes(self._found), bytearray()
+        return whole

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -16,12 +17,13 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from envgym.errors import ConfigError
+from envgym.listening import listen
 
 from .application import refuse_web_pages
 from .connections import Connections, problem_response
 from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method
 from .links import Asking
-from .server import listen, tls_context
+from .server import tls_context
 from .tokens import ANYONE, Client, Tokens
 from .wire import MAX_BODY, VERSION, Problem
 
@@ -46,9 +48,10 @@ class Member:
         self.label = f"{hello.name}-{hello.instance[:4]}"
         self.is_gone = False
         self._socket: web.WebSocketResponse | None = None
+        self._request: web.BaseRequest | None = None
         self._asking: Asking | None = None
         self._there = asyncio.Event()
-        self.closing: set[asyncio.Task[bool]] = set()
+        self.closing: set[asyncio.Task[None]] = set()
 
     @property
     def is_connected(self) -> bool:
@@ -72,10 +75,10 @@ class Member:
             raise ConnectionError("it is not connected")
         return await self._asking.ask(method, target, body)
 
-    async def listen(self, link: web.WebSocketResponse) -> None:
+    async def listen(self, link: web.WebSocketResponse, request: web.BaseRequest) -> None:
         """Hand on the answers that come over a connection, the newest this server has made, until it ends."""
         self.drop()  # an older one, of which only the server knows that it is dead
-        self._socket, self._asking = link, Asking(link)
+        self._socket, self._request, self._asking = link, request, Asking(link)
         asking = self._asking
         self._there.set()
         self._told(self)
@@ -96,15 +99,26 @@ class Member:
     def drop(self) -> None:
         """End the connection: the server, if it is well, makes a new one, and requests are sent again over that."""
         link, self._socket = self._socket, None
-        if link is None:
+        if link is None or self._request is None:
             return
         self._there.clear()
         if self._asking is not None:
             self._asking.end()
-        closing = asyncio.create_task(link.close(code=aiohttp.WSCloseCode.GOING_AWAY))
+        closing = asyncio.create_task(_end(link, self._request))
         self.closing.add(closing)
         closing.add_done_callback(self.closing.discard)
         self._told(self)
+
+
+async def _end(link: web.WebSocketResponse, request: web.BaseRequest) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await link.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+    except TimeoutError:
+        pass  # it does not even read what was sent before
+    finally:
+        if request.transport is not None:
+            request.transport.abort()
 
 
 class Gate:
@@ -114,11 +128,17 @@ class Gate:
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], Gate]]] = WeakKeyDictionary()
 
     def __init__(
-        self, host: str, port: int, token_file: Path | None, tls_cert: Path | None, tls_key: Path | None
+        self,
+        host: str,
+        address: tuple[str, int],
+        token_file: Path | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
     ) -> None:
         self.members: dict[tuple[str, str], Member] = {}
         self.settings = (token_file, tls_cert, tls_key)
-        self._key = host, port
+        self._host = host
+        self._address = address
         self._tell: list[Tell] = []
         self._tokens = None if token_file is None else Tokens.read(token_file.expanduser())
         self._tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
@@ -135,24 +155,33 @@ class Gate:
         Raises `ConfigError` for an address that is taken, unknown, or public without tokens, and for files that
         cannot be used.
         """
-        loop = asyncio.get_running_loop()
-        gates = cls._open.setdefault(loop, {})
-        async with cls._opening.setdefault(loop, asyncio.Lock()):
-            gate = gates.get((host, port))
+        address = _resolve(host), port
+        async with cls._lock():
+            gates = cls._gates()
+            gate = gates.get(address)
             if gate is None:
-                gate = cls(host, port, token_file, tls_cert, tls_key)
+                gate = cls(host, address, token_file, tls_cert, tls_key)
                 await gate._listen()
-                gates[host, port] = gate
-        if gate.settings != (token_file, tls_cert, tls_key):
-            raise ConfigError(f"joined://{host}:{port} is used with other tokens or certificates at the same time")
-        gate._tell.append(tell)
+                gates[address] = gate
+            if gate.settings != (token_file, tls_cert, tls_key):
+                raise ConfigError(f"joined://{host}:{port} is used with other tokens or certificates at the same time")
+            gate._tell.append(tell)
         for member in gate.members.values():
             tell(member)
         return gate
 
+    @classmethod
+    def _lock(cls) -> asyncio.Lock:
+        """Held by whoever opens or closes a gate: an address is free once the gate there has closed."""
+        return cls._opening.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+    @classmethod
+    def _gates(cls) -> dict[tuple[str, int], Gate]:
+        return cls._open.setdefault(asyncio.get_running_loop(), {})
+
     async def _listen(self) -> None:
-        host, port = self._key
-        listener = listen(host, port, public=True)
+        host = self._host
+        listener = listen(host, self._address[1], refusal=None)
         bound = listener.getsockname()[0]
         if not ipaddress.ip_address(bound).is_loopback:
             if self._tokens is None:
@@ -170,9 +199,14 @@ class Gate:
     async def leave(self, tell: Tell) -> None:
         """Tell no more. The last one to leave closes the gate; the servers dial again."""
         self._tell.remove(tell)
-        if self._tell:
-            return
-        self._open.get(asyncio.get_running_loop(), {}).pop(self._key, None)
+        async with self._lock():
+            if not self._tell and self._gates().get(self._address) is self:  # nobody came while another closed
+                try:
+                    await self._close()
+                finally:
+                    del self._gates()[self._address]
+
+    async def _close(self) -> None:
         for member in self.members.values():
             member.drop()
         for timer in self._forgetting.values():
@@ -200,13 +234,13 @@ class Gate:
         await link.prepare(request)
         self._links.add(link)
         try:
-            await self._welcome(client, link)
+            await self._welcome(client, link, request)
         finally:
             self._links.discard(link)
             await link.close()
         return link
 
-    async def _welcome(self, client: Client, link: web.WebSocketResponse) -> None:
+    async def _welcome(self, client: Client, link: web.WebSocketResponse, request: web.BaseRequest) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = Hello.model_validate_json(await link.receive_str(), strict=True)
@@ -223,7 +257,7 @@ class Gate:
         if member is None:
             member = self.members[key] = Member(client, hello, self._changed)
         member.hello = hello
-        await member.listen(link)
+        await member.listen(link, request)
 
     def _changed(self, member: Member) -> None:
         timer = self._forgetting.pop(member, None)
@@ -240,3 +274,13 @@ class Gate:
         member.is_gone = True
         for tell in list(self._tell):
             tell(member)
+
+
+def _resolve(host: str) -> str:
+    """The address that a name stands for, so that two names of one share a gate; an unknown one as it is, for `listen`
+    to refuse."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return host
+    return str(found[0][4][0])

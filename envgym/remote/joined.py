@@ -130,8 +130,12 @@ class JoinedReplica(Replica):
             super().is_up()
 
     def is_down(self) -> None:
-        if not self.member.is_open:
-            super().is_down()
+        if self.member.is_open:
+            return
+        if self.member.hello.leaving and not self.down:
+            logger.warning("%s takes no new sessions", self.address)
+            self.down = True  # nor is it said that it cannot be reached
+        super().is_down()
 
     def _fell_silent(self, seconds: float) -> None:
         self.member.drop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic
 
 import aiohttp
@@ -12,7 +13,21 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from .connections import problem_answer
-from .frames import ANSWERS, ASKS, FULL_COUNT, FULL_MESSAGE, Answer, AskHead, H, Method, pack, unpack
+from .frames import (
+    ANSWERS,
+    ASKS,
+    FULL_COUNT,
+    FULL_MESSAGE,
+    Answer,
+    AskHead,
+    H,
+    Method,
+    Pieces,
+    cut,
+    is_piece,
+    pack,
+    unpack,
+)
 from .wire import MAX_BODY, Problem
 
 MAX_REQUESTS = 2**15
@@ -24,17 +39,20 @@ Carry = Callable[[str, str, bytes], Awaitable[Answer]]
 
 
 class _Outbox(Generic[H]):
-    """Sends what is put into it in the same turn of the event loop, or while a message is being written, together."""
+    """Sends what is put into it in the same turn of the event loop, or while a message is being written, together; what
+    is large in pieces, between those."""
 
     def __init__(self, socket: Socket, heads: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
         self._socket = socket
         self._heads: TypeAdapter[list[H]] = heads
         self._on_broken = on_broken
         self._items: list[tuple[H, bytes]] = []
+        self._large: deque[tuple[H, bytes]] = deque()
+        self._owes_pong = False
         self._writing: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) + len(self._large)
 
     @property
     def writing(self) -> list[asyncio.Task[None]]:
@@ -42,16 +60,36 @@ class _Outbox(Generic[H]):
         return [] if self._writing is None else [self._writing]
 
     def put(self, head: H, body: bytes) -> None:
-        self._items.append((head, body))
+        (self._items if len(body) <= FULL_MESSAGE else self._large).append((head, body))
+        self._wake()
+
+    def pong(self) -> None:
+        """Tell the other end that a piece arrived."""
+        self._owes_pong = True
+        self._wake()
+
+    def _wake(self) -> None:
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
+        pieces: Iterator[bytes] = iter(())
         try:
-            while self._items:
-                await self._socket.send_bytes(pack(self._heads, self._next()))
+            while True:
+                if self._items:
+                    await self._socket.send_bytes(pack(self._heads, self._next()))
+                if self._owes_pong:
+                    self._owes_pong = False
+                    await self._socket.pong()
+                if (piece := next(pieces, None)) is not None:
+                    await self._socket.send_bytes(piece)
+                elif self._large:
+                    pieces = cut(pack(self._heads, [self._large.popleft()]))
+                elif not (self._items or self._owes_pong):
+                    return
         except (aiohttp.ClientError, ConnectionError):
             self._items.clear()
+            self._large.clear()
             self._on_broken()
         finally:
             self._writing = None
@@ -75,6 +113,9 @@ class Asking:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._outbox = _Outbox(socket, ASKS, self.end)
+        self._pieces = Pieces()
+        self._pieces = Pieces()
+        self._pieces = Pieces()
 
     async def ask(self, method: Method, target: str, body: bytes) -> Answer:
         """The answer to a request. Raises `ConnectionError` where the connection ends before it."""
@@ -91,6 +132,11 @@ class Asking:
 
     def hear(self, message: bytes) -> None:
         """Hand on the answers of a message. Raises `ValueError` for what is none."""
+        if is_piece(message):
+            self._outbox.pong()
+            if (whole := self._pieces.add(message)) is None:
+                return
+            message = whole
         for (number, status, content_type, _), content in unpack(ANSWERS, message):
             waiting = self._waiting.get(number)
             if waiting is not None and not waiting.done():
@@ -116,13 +162,22 @@ class Answering:
         self._carry = carry
         self._working: set[asyncio.Task[None]] = set()
         self._outbox = _Outbox(socket, ANSWERS, lambda: None)
+        self._pieces = Pieces()
+        self._pieces = Pieces()
+        self._pieces = Pieces()
 
     async def run(self) -> None:
         """Answer until the connection ends, or says what is no request (`ValueError`)."""
         async for message in self._socket:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for head, body in unpack(ASKS, message.data):
+            asked: bytes = message.data
+            if is_piece(asked):
+                self._outbox.pong()
+                if (whole := self._pieces.add(asked)) is None:
+                    continue
+                asked = whole
+            for head, body in unpack(ASKS, asked):
                 task = asyncio.create_task(self._answer(head, body))
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)

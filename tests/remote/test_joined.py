@@ -21,25 +21,27 @@ import pytest
 import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote.client import RemoteError
+from envgym.remote.frames import Pieces
 from envgym.remote.joining import serve_joined
-from envgym.types import Action
+from envgym.types import Action, Episode, Outcome, Task
 
 from .test_client_faults import after, all_played, failures, roll
 from .test_walkthrough import PAGE, environment, run
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 GAME = Path(__file__).with_name("game.py")
+PATIENT = Path(__file__).with_name("patient.py")
 TOKEN = "secret-0123456789abcdef"
 
 
 class Joined:
     """`envgym serve game=… --join`; what the environment prints tells what it did."""
 
-    def __init__(self, url: str, folder: Path, *words: str, env: str = "GuessSpec") -> None:
+    def __init__(self, url: str, folder: Path, *words: str, env: str = f"{GAME}:GuessSpec") -> None:
         self.log = folder / f"{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [ENVGYM, "serve", f"game={GAME}:{env}", "--join", url, "--drain-seconds", "5", *words],
+                [ENVGYM, "serve", f"game={env}", "--join", url, "--drain-seconds", "5", *words],
                 stdout=log, stderr=log, env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
 
@@ -281,7 +283,8 @@ def test_a_wrong_token_is_refused_and_written_nowhere(join, port, tmp_path):
     asyncio.run(main())
 
 
-def test_what_is_no_server_is_turned_away_and_the_others_stay(join, port):
+def test_what_is_no_server_is_turned_away_and_the_others_stay(join, port, monkeypatch):
+    monkeypatch.setattr("envgym.remote.gate.HELLO_SECONDS", 1.0)
     join(port)
 
     async def main() -> None:
@@ -291,8 +294,11 @@ def test_what_is_no_server_is_turned_away_and_the_others_stay(join, port):
         hello = '{"version":3,"instance":"%s","name":"x","weight":1}' % ("0" * 32)
         async with aiohttp.ClientSession() as http:
             assert (await http.get(url)).status == 404
-            page = await http.get(url, headers={"Origin": "http://evil.example"})
-            assert page.status == 403
+            for says in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+                assert (await http.get(url, headers=says)).status == 403
+            async with http.ws_connect(url) as link:  # says nothing
+                assert (await link.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
+                assert link.close_code == 1008
             for said in ("hello", hello.replace("3", "1"), hello.replace("1}", "-1}")):
                 async with http.ws_connect(url) as link:
                     await link.send_str(said)
@@ -376,6 +382,166 @@ def test_what_is_too_large_for_a_message_is_refused_and_the_connection_stays(por
     joined: list[int] = []
     asyncio.run(main())
     assert joined == [1]
+
+
+@contextlib.asynccontextmanager
+async def slow(port: int, bytes_a_second: int) -> AsyncIterator[int]:
+    """A way to `port` that lets so much through, each way."""
+    share = bytes_a_second // 50
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(share):
+            sink.write(data)
+            await sink.drain()
+            await asyncio.sleep(len(data) / bytes_a_second)
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            upstream, onward = await asyncio.open_connection("127.0.0.1", port, limit=share)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(pump(reader, onward), pump(upstream, writer), return_exceptions=True)
+        for end in (writer, onward):
+            end.transport.abort()
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0, limit=share)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@contextlib.asynccontextmanager
+async def serving(port: int, token_file: Path | None = None) -> AsyncIterator[None]:
+    """A server in this process that joins at `port`."""
+    specs = {"game": registry.spec(f"{PATIENT}:PatientSpec")}
+    url = f"http://127.0.0.1:{port}"
+    server = asyncio.create_task(serve_joined(specs, url, on_joined=lambda: None, token_file=token_file))
+    try:
+        yield
+    finally:
+        server.cancel()
+        await asyncio.wait([server])
+
+
+def test_a_large_body_takes_its_time_and_holds_nobody_up(port, monkeypatch):
+    for end in ("gate", "joining"):
+        monkeypatch.setattr(f"envgym.remote.{end}.PING_SECONDS", 0.4)  # 0.6 s in which nothing is heard end it
+
+    async def main() -> None:
+        async with (
+            slow(port, 6_000_000) as outside,
+            serving(outside),
+            spec_at(port, reconnect=1.0) as spec,
+        ):
+            large, small = spec.make(), spec.make()
+            for env in (large, small):
+                await env.reset(seed=1)
+            text = "x" * 8_000_000
+            sending = asyncio.create_task(large.step(Action(text)))
+            await asyncio.sleep(0)
+            for _ in range(2):
+                assert (await small.step(Action("y")))[0].text == "y"
+            assert not sending.done()
+            assert (await sending)[0].text == text
+            assert spec.counters.retries == 0
+            for env in (large, small):
+                await env.close()
+
+    asyncio.run(main())
+
+
+def test_more_pieces_than_the_largest_body_has_are_refused(monkeypatch):
+    monkeypatch.setattr("envgym.remote.frames.MAX_WHOLE", 10)
+    pieces = Pieces()
+    assert [pieces.add(piece) for piece in (b"+12345", b"+", b".678")] == [None, None, b"12345678"]
+    pieces.add(b"+12345")
+    with pytest.raises(ValueError, match="too many"):
+        pieces.add(b"+12345")
+
+
+def test_one_closes_while_another_opens_at_the_same_address(port):
+    async def main() -> None:
+        async with serving(port):
+            first, second = spec_at(port), spec_at(port)
+            await first.ensure_setup()
+            closing = asyncio.create_task(first.close())
+            await asyncio.sleep(0)
+            async with second:
+                await closing
+                env = second.make()
+                await env.reset(seed=1)
+                await env.close()
+
+    asyncio.run(main())
+
+
+def test_two_names_of_an_address_are_one_address(port):
+    async def main() -> None:
+        async with serving(port), spec_at(port) as spec, registry.spec(f"joined://127.1:{port}", wait=5.0) as again:
+            assert again.description == spec.description
+
+    asyncio.run(main())
+
+
+def connections_at(port: int) -> int:
+    """How many there are, as the kernel has it."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines)
+
+
+def test_one_that_is_frozen_with_a_large_body_under_way_is_let_go(join, port, monkeypatch):
+    monkeypatch.setattr("envgym.remote.gate.CLOSE_SECONDS", 0.2)
+    server = join(port, env=f"{PATIENT}:PatientSpec")
+
+    async def main() -> None:
+        async with spec_at(port, reconnect=0.0) as spec:
+            env = spec.make()
+            await env.reset(seed=1)
+            server.process.send_signal(signal.SIGSTOP)
+            stepping = asyncio.create_task(env.step(Action("x" * 20_000_000)))
+            await asyncio.sleep(0.2)
+            assert connections_at(port) == 1
+        stepping.cancel()
+        await asyncio.wait([stepping])
+        assert connections_at(port) == 0
+
+    asyncio.run(main())
+
+
+def test_who_is_asked_to_stop_judges_and_closes_what_it_has(join, port, caplog):
+    server = join(port, "env.judge_seconds=1", "env.close_seconds=0.2", env=f"{PATIENT}:PatientSpec")
+
+    async def main() -> None:
+        async with spec_at(port) as spec:
+            env = spec.make()
+            await env.reset(seed=1)
+            task = Task("t", "?")
+            judging = asyncio.create_task(spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=1.0)]))
+            assert await asyncio.to_thread(server.says, "judging")
+            server.process.terminate()
+            await until(lambda: not spec.replicas.anyone)
+            await env.step(Action("x"))
+            await env.close()
+            assert [judgement.reward for judgement in await judging] == [0.5]
+            assert await asyncio.to_thread(server.process.wait, 20) == 0
+            assert spec.counters.failures == 0
+
+    asyncio.run(main())
+    assert "takes no new sessions" in caplog.text
+    assert "cannot be reached" not in caplog.text
+
+
+def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
+    file = tmp_path / "servers"
+    file.touch(0o600)
+    file.write_text(f"box {TOKEN} max_sessions=2")
+
+    async def main() -> None:
+        async with serving(port, file), spec_at(port, token_file=file) as spec:
+            assert [server.room for server in spec.replicas._replicas] == [2]
+            assert spec.concurrency_bound() == 2
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
