@@ -20,8 +20,7 @@ from pydantic import Field, field_validator
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
-from envgym.remote.nemo_gym.addresses import resolved, url_of
-from envgym.remote.nemo_gym.verdict import FAILURE_CLASS, check_valid, number
+from envgym.nemo_gym import FAILURE_CLASS, number, resolved, url_of, void_kind
 from envgym.render import Renderer
 from envgym.responses import TOKEN_FIELDS
 from envgym.types import Episode, Outcome, Row, Task
@@ -31,6 +30,8 @@ from .outside.endpoint import TICKET, Endpoint
 
 ROW = "responses_create_params"
 """The field by which a task is a row of NeMo-Gym's."""
+PASSING = ("transport_", "provider_", "session_", "judge_failed")
+"""How kinds of failure begin that another try may not meet."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER = 64 * 2**20
 """Bytes an answer may have: it repeats the row and every turn with its tokens."""
@@ -106,7 +107,9 @@ class NeMoGym(Agent):
     def _episode(self, task: Task, conversation: Conversation, answer: Mapping[str, Any]) -> Episode:
         if failure := answer.get(FAILURE_CLASS):
             raise InvalidOutcome("agent", f"the agent server says it failed ({failure}): {_said(answer)}")
-        check_valid(answer, "run")
+        if (kind := void_kind(answer)) is not None:
+            message = f"the agent server says that the sample is void: {_said(answer)}"
+            raise InvalidOutcome(kind, message, retryable=kind.startswith(PASSING))
         reward = number(answer.get("reward"))
         if reward is None:
             raise InvalidOutcome("agent", f"the agent server answers with {answer.get('reward')!r:.40} as reward")
@@ -276,4 +279,5 @@ async def _answer(request: Any, url: str) -> Any:
 
 
 def _said(answer: Mapping[str, Any]) -> str:
-    return str(answer.get("error_message") or answer.get("error") or "it says nothing more")[:300]
+    said = answer.get("failure_reason") or answer.get("error_message") or answer.get("error") or "it says nothing more"
+    return " ".join(str(said).split())[:300]

@@ -25,11 +25,11 @@ ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
         "envgym.registry", "envgym.responses", "envgym.rewards", "envgym.processes", "envgym.loading",
-        "envgym.fingerprint",
+        "envgym.fingerprint", "envgym.nemo_gym",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.responses", "envgym.transcript",
+        "envgym.responses", "envgym.transcript", "envgym.nemo_gym",
     },
     "learners": {"envgym.types", "envgym.learner"},
 }  # fmt: skip

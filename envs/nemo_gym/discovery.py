@@ -10,7 +10,7 @@ import aiohttp
 import yaml
 
 from envgym.errors import ConfigError, did_you_mean
-from envgym.remote.nemo_gym.addresses import resolved, url_of
+from envgym.nemo_gym import resolved, url_of
 
 Flow = Literal["tools", "gymnasium"]
 

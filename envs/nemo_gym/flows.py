@@ -11,11 +11,14 @@ from typing import Any
 from envgym import responses
 from envgym.env import StepResult
 from envgym.errors import InvalidOutcome, did_you_mean
-from envgym.remote.nemo_gym.verdict import check_valid, number
+from envgym.nemo_gym import number, void_kind
 from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, ToolSpec, as_messages
 
 from . import rows
 from .server import Session
+
+PASSING = ("transport_", "provider_", "session_", "judge_failed")
+"""How kinds of failure begin that another try may not meet."""
 
 
 class Play(ABC):
@@ -159,7 +162,11 @@ def _spoken(action: Action) -> Message:
 
 def _verdict(answer: Mapping[str, Any], route: str) -> float:
     """The reward in an answer. Raises `InvalidOutcome` where there is none, or the server says that it is void."""
-    check_valid(answer, route)
+    if (kind := void_kind(answer)) is not None:
+        said = answer.get("failure_reason") or answer.get("_ng_failure_judge_error")
+        reason = " ".join(str(said or "the server says that it counts for nothing").split())
+        passes = kind.startswith(PASSING) and not answer.get("_ng_failure_terminal")
+        raise InvalidOutcome(kind, f"/{route}: {reason[:300]}", retryable=passes)
     reward = number(answer.get("reward"))
     if reward is None:
         raise InvalidOutcome("server_protocol", f"/{route} answered with the reward {answer.get('reward')!r:.60}")

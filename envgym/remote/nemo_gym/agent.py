@@ -13,6 +13,7 @@ from aiohttp import web
 
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome
+from envgym.nemo_gym import FAILURE_CLASS
 from envgym.responses import Item, input_items, output_items, response
 from envgym.types import Message
 
@@ -20,7 +21,6 @@ from .aggregate import TASK, aggregate
 from .playing import Playing, action_of
 from .resources import body_of
 from .rows import PARAMS, UnknownRow, place_of, pose, said
-from .verdict import FAILURE_CLASS
 
 CALL_SECONDS = 600.0
 """How long the model server may take for one turn."""

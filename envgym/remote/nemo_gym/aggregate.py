@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .verdict import FAILURE_CLASS, number
+from envgym.nemo_gym import FAILURE_CLASS, number
 
 TASK = "_ng_task_index"
 

@@ -325,7 +325,7 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--model-server", "http://x:1/v1"], "without /v1"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--rows", "0"], "--rows is at least 1"),
-        ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "goes with --nemo-gym"),
+        ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "go with --nemo-gym"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(tmp_path, options, says):
