@@ -37,29 +37,58 @@ def restored(value: Any) -> Any:
         return [restored(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1 and isinstance(items := value.get(TUPLE), list):
-        return tuple(restored(item) for item in items)
-    if len(value) == 1 and isinstance(items := value.get(ITEMS), list):
+    if value.keys() == {TUPLE}:
+        return tuple(restored(item) for item in _listed(value[TUPLE]))
+    if value.keys() == {ITEMS}:
         try:
-            return {restored(key): restored(item) for key, item in items}
+            return {restored(key): restored(item) for key, item in map(_listed, _listed(value[ITEMS]))}
         except TypeError as error:
             raise ValueError(f"not keys and values: {error}") from None
     return {key: restored(item) for key, item in value.items()}
 
 
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{TUPLE} and {ITEMS} hold lists")
+    return value
+
+
+def _restored_object(value: Any) -> dict[str, Any]:
+    found = restored(value)
+    if not isinstance(found, dict):
+        raise ValueError("names and values are wanted, not a tuple")
+    return found
+
+
 def _marked_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
-    return {**write(task), "answer": marked(task.answer), "fields": marked(task.fields)}
+    rest = write(dataclasses.replace(task, answer=None, fields={}))
+    return {**rest, "answer": marked(task.answer), "fields": marked(task.fields)}
 
 
 def _restored_task(task: Task, info: ValidationInfo) -> Task:
     if info.mode != "json":  # made here
         return task
-    return dataclasses.replace(task, answer=restored(task.answer), fields=restored(task.fields))
+    return dataclasses.replace(task, answer=restored(task.answer), fields=_restored_object(task.fields))
 
 
-def _restored_options(options: dict[str, Any], info: ValidationInfo) -> Any:
-    return restored(options) if info.mode == "json" else options
+def _restored_options(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return _restored_object(options) if info.mode == "json" else options
+
+
+def _marked_record(record: dict[str, Any]) -> dict[str, Any]:
+    task = record["task"]
+    return {**record, "task": {**task, "answer": marked(task["answer"]), "fields": marked(task["fields"])}}
+
+
+def _restored_record(record: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    task = record.get("task")
+    if info.mode != "json" or not isinstance(task, dict):  # who reads the record says what is wrong with it
+        return record
+    exact = {name: restored(task[name]) for name in ("answer", "fields") if name in task}
+    return {**record, "task": {**task, **exact}}
 
 
 ExactTask = Annotated[Task, AfterValidator(_restored_task), WrapSerializer(_marked_task)]
 ExactOptions = Annotated[dict[str, Any], AfterValidator(_restored_options), PlainSerializer(marked)]
+ExactRecord = Annotated[dict[str, Any], AfterValidator(_restored_record), PlainSerializer(_marked_record)]
+"""An episode's record, whose task is exact."""

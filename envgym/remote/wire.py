@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from envgym.types import Action, Observation
 
-from .exact import ExactOptions, ExactTask
+from .exact import ExactOptions, ExactRecord, ExactTask
 
 VERSION = 3
 MAX_BODY = 64 * 2**20
@@ -98,7 +98,7 @@ class Group(Wire):
     """Finished episodes of one task, to be judged together; each as `envgym.episode_record.to_record` writes it."""
 
     task: ExactTask
-    episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)
+    episodes: tuple[ExactRecord, ...] = Field(min_length=1, max_length=MAX_BATCH)
 
 
 class Verdict(Wire):

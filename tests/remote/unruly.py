@@ -138,4 +138,4 @@ class UnrulySpec(EnvSpec):
         print("judging", flush=True)
         await misbehave(self.config.judge)
         await asyncio.sleep(self.config.judge_seconds)
-        return [float(task.answer == (1, 2))] * len(episodes)
+        return [float(task.answer == episode.task.answer == (1, 2)) for episode in episodes]
