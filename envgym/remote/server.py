@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import re
 import resource
 import signal
-import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.listening import is_loopback, listen
 from envgym.registry import parse_env_id
 from envgym.services import Policy, start_services
 
@@ -25,6 +24,10 @@ from .tokens import Tokens
 
 OPEN_FILES = 65_536
 """Connections and files the process may have open, where the machine allows as many."""
+REFUSAL = (
+    "without tokens: whoever can reach it could use the environment; give --token-file F, or use --host 127.0.0.1 and "
+    "an SSH tunnel from other machines"
+)
 RESERVED = {"v1", "livez", "readyz", "metrics", "openapi.json"}
 """First parts of the server's own paths."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -60,9 +63,9 @@ async def serve(
     allow_open_files()
     stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(host, port, public=tokens is not None))
+        listener = stack.enter_context(listen(host, port, refusal=None if tokens else REFUSAL))
         bound, bound_port = listener.getsockname()[:2]
-        if tls is None and not ipaddress.ip_address(bound).is_loopback:
+        if tls is None and not is_loopback(bound):
             logger.warning(
                 "serving on %s without TLS: tokens and episodes can be read on the way; give --tls-cert and --tls-key, "
                 "or put a proxy with TLS before it",
@@ -118,43 +121,18 @@ def check_servable(spec: EnvSpec) -> None:
 def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
     """TLS by a certificate (with its chain) and its key, both PEM. Raises `ConfigError` where they cannot be used."""
     if cert is None or key is None:
-        raise ConfigError("TLS takes both files: --tls-cert F --tls-key F")
+        raise ConfigError("TLS takes both files, the certificate (tls-cert) and its key (tls-key)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         # Nobody is there to type a pass phrase.
         context.load_cert_chain(cert, key, password="")
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ssl.SSLError):
         missing = next((file for file in (cert, key) if not file.is_file()), None)
-        what = f"{missing} is not there" if missing else f"{cert} and {key}: {error.strerror or error}"
+        form = "the certificate and its own key, both PEM, the key without a pass phrase"
+        what = f"{missing} is not there" if missing else f"{cert} and {key} are not {form}"
         raise ConfigError(f"TLS: {what}") from None
     return context
-
-
-def listen(host: str, port: int, *, public: bool = False) -> socket.socket:
-    """A socket bound to an address, not yet accepting: clients are refused until the server is ready.
-
-    An empty host is every address. Unless `public`, only loopback addresses are taken.
-    """
-    try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-    except (OSError, UnicodeError, OverflowError):
-        raise ConfigError(f"cannot serve on {host}:{port}: no such address; use --host 127.0.0.1") from None
-    if not public and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError(
-            f"refusing to serve on {host or 'every address'} without tokens: whoever can reach it could use the "
-            "environment; give --token-file F, or use --host 127.0.0.1 and an SSH tunnel from other machines"
-        )
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise ConfigError(f"cannot serve on {host}:{port}: {reason}; choose another --port, or 0 for any") from None
-    return listener
 
 
 @contextlib.contextmanager

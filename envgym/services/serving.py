@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import secrets
 import shutil
@@ -16,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, RunError
+from envgym.listening import listen
 from envgym.remote.server import stop_signals
 from envgym.workers.local import LocalRuntime
 
 from .declarations import RewardModel
 from .reward import RewardModelClient, read_token
 from .reward_server import RewardServer
+
+REFUSAL = "without a token: whoever can reach it could use the model; leave --no-token away, or use --host 127.0.0.1"
 
 
 async def serve_model(
@@ -42,7 +44,7 @@ async def serve_model(
     token = read_token(token_file) if token_file is not None else None
     stopping = asyncio.Event()
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(host, port, public=not open_to_all))
+        listener = stack.enter_context(listen(host, port, refusal=REFUSAL if open_to_all else None))
         stack.enter_context(stop_signals(stopping))
         logs = tempfile.mkdtemp(prefix="envgym-reward-model-")
         runtime = LocalRuntime(logs)
@@ -61,35 +63,6 @@ async def serve_model(
                     f"the reward model's process ended without being asked to (log: {logs}/reward-model.log)"
                 )
     shutil.rmtree(logs, ignore_errors=True)
-
-
-def listen(host: str, port: int, *, public: bool) -> socket.socket:
-    """A socket bound to `host`, not yet accepting. Raises `ConfigError` for an address that cannot be had, or that
-    others can reach where `public` is false."""
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"cannot serve on port {port}: ports go from 1 to 65535, and 0 takes a free one")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError, OverflowError):
-        raise ConfigError(f"cannot serve on {host}:{port}: no such address; use --host 127.0.0.1") from None
-    if not public and (not host or not is_loopback(str(address[0]))):
-        raise ConfigError(
-            f"refusing to serve on {host or 'every address'} without a token: whoever can reach it could use the "
-            "model; leave --no-token away, or use --host 127.0.0.1"
-        )
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise ConfigError(f"cannot serve on {host}:{port}: {reason}; choose another --port, or 0 for any") from None
-    return listener
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from aiohttp import web
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
+from envgym.listening import listen
 from envgym.remote.application import refuse_web_pages
-from envgym.remote.server import check_servable, listen, stop_signals
+from envgym.remote.server import check_servable, stop_signals
 from envgym.remote.wire import MAX_BODY, Problem
 from envgym.services import start_services
 
@@ -29,6 +30,8 @@ from .sessions import COOKIE, Sessions
 
 SERVED = "served"
 """The kind under which an entry says where a server is that runs already."""
+
+REFUSAL = "with NeMo-Gym's protocol, which has no tokens: use --host 127.0.0.1 and an SSH tunnel from other machines"
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -62,7 +65,8 @@ async def serve(
     stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         listeners = {
-            name: stack.enter_context(listen(host, port + number if port else 0)) for number, name in enumerate(specs)
+            name: stack.enter_context(listen(host, port + number if port else 0, refusal=REFUSAL))
+            for number, name in enumerate(specs)
         }
         addresses = {name: listener.getsockname()[:2] for name, listener in listeners.items()}
         stack.enter_context(stop_signals(stopping))
