@@ -62,6 +62,7 @@ async def roll(
     agent: type[Agent] = Guesser,
     on_episode: Callable[[Episode], None] | None = None,
     tasks: int = 8,
+    on_end: Callable[[], bool] = lambda: True,
     **config: float,
 ) -> list[Group]:
     """Play tasks four times each and hold every promise that does not depend on what went wrong."""
@@ -73,6 +74,9 @@ async def roll(
     async with spec, asyncio.timeout(60):
         posed = [await spec.tasks("train").get(index) for index in range(tasks)]
         groups = await runner.play(posed, Play("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
+        for replica in spec.replicas._replicas:
+            assert (replica.taken, len(replica.leases)) == (0, 0), replica.address
+        assert on_end()
     for episode in (episode for group in groups for episode in [*group.episodes, *group.lost]):
         if episode.failed:
             assert (episode.reward, episode.score) == (None, None)

@@ -1,0 +1,232 @@
+"""The WebSocket of a client's sessions, and what comes in its place: whatever becomes of it, every episode is played,
+no step is taken twice, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import signal
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from aiohttp import web
+
+import envgym.registry as registry
+from envgym.remote import client, transport
+from envgym.remote.client import RemoteError
+from envgym.types import Action
+
+from .meddling import both_ways, instead, meddling, pump
+from .test_client_faults import STEPS, after, all_played, counted, emptied, failures, roll
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """No future whose error nobody asked for, no socket that nobody closed."""
+    yield
+    gc.collect()
+    told = [str(warning.message) for warning in recwarn if issubclass(warning.category, ResourceWarning)]
+    assert [message for message in told if "unclosed file" not in message] == []  # those of the fixture's processes
+    assert [record.getMessage() for record in caplog.get_records("call") if record.name == "asyncio"] == []
+
+
+def over_http(spec) -> bool:
+    return all(replica.transport._asking is None for replica in spec.replicas._replicas)
+
+
+def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(start):
+    server, asked = start("GuessSpec"), []
+
+    async def noted(request, forward):
+        asked.append((request.method, request.path))
+        return await forward()
+
+    async def carry(ours, server):
+        asked.append(("channel", ""))
+        await both_ways(pump(ours, server), pump(server, ours))
+
+    async def main() -> None:
+        async with meddling(server.url, noted, carry) as url:
+            assert failures(await roll(registry.spec(url), retries=0)) == {}
+        assert asked.count(("channel", "")) == 1
+        assert [path for _, path in asked if path.startswith("/v1/sessions")] == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 404, 502])
+def test_where_the_websocket_is_refused_every_session_goes_over_http(game, status):
+    refusing = instead(web.Response(status=status, text="no"), "/v1/channel")
+
+    async def main() -> None:
+        before = await counted(game.url, "envgym_steps_total")
+        async with meddling(game.url, refusing) as url:
+            spec = registry.spec(url)
+            assert failures(await roll(spec, tasks=4, retries=0, on_end=lambda: over_http(spec))) == {}
+        assert await counted(game.url, "envgym_steps_total") == before + 16 * STEPS
+
+    asyncio.run(main())
+
+
+def test_where_the_websocket_hangs_it_is_given_up_once_and_sessions_go_over_http(game, monkeypatch):
+    monkeypatch.setattr(transport, "CONNECT_SECONDS", 0.5)
+    asked = 0
+
+    async def hanging(request, forward):
+        nonlocal asked
+        if request.path == "/v1/channel":
+            asked += 1
+            await asyncio.sleep(60)
+        return await forward()
+
+    async def main() -> None:
+        async with meddling(game.url, hanging) as url:
+            spec = registry.spec(url)
+            assert failures(await roll(spec, tasks=4, retries=0, on_end=lambda: over_http(spec))) == {}
+        assert asked == 1
+
+    asyncio.run(main())
+
+
+def test_a_websocket_that_is_cut_in_mid_step_is_made_again_and_the_step_asked_for_again(game):
+    async def main() -> None:
+        messages, cut = itertools.count(1), 0
+
+        def takes(message: bytes) -> bytes | None:
+            nonlocal cut
+            lost = next(messages) % 3 == 0
+            cut += lost
+            return None if lost else message
+
+        async def carry(ours, server):
+            await both_ways(pump(ours, server), pump(server, ours, takes))
+
+        before = await counted(game.url, "envgym_steps_total")
+        async with meddling(game.url, carry=carry) as url:
+            spec = registry.spec(url)
+            groups = await roll(spec, tasks=4, retries=0)
+        assert failures(groups) == {}
+        assert cut >= 3
+        assert spec.counters.retries >= cut
+        assert await counted(game.url, "envgym_steps_total") == before + 16 * STEPS
+        assert await emptied(game.url)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("nonsense", [b"nonsense", b'[[0,200,"x",9]]\nshort', "text", b"x" * 2**27])
+def test_nonsense_over_the_websocket_ends_it_and_sessions_go_on_over_http(game, nonsense):
+    async def carry(ours, server):
+        spoilt = itertools.chain([None, None, None], itertools.repeat(nonsense))
+        await both_ways(pump(ours, server), pump(server, ours, lambda message: next(spoilt) or message))
+
+    async def main() -> None:
+        before = await counted(game.url, "envgym_steps_total")
+        async with meddling(game.url, carry=carry) as url:
+            spec = registry.spec(url)
+            groups = await roll(spec, tasks=4, retries=0)
+        assert failures(groups) == {}
+        assert await counted(game.url, "envgym_steps_total") == before + 16 * STEPS
+
+    asyncio.run(main())
+
+
+def test_a_websocket_that_carries_nothing_is_not_made_again_and_again(game):
+    made = 0
+
+    async def carry(ours, server):
+        nonlocal made
+        made += 1
+
+    async def main() -> None:
+        async with meddling(game.url, carry=carry) as url:
+            assert failures(await roll(registry.spec(url), tasks=2, retries=0)) == {}
+        assert made == 1
+
+    asyncio.run(main())
+
+
+def test_a_server_restarted_while_the_websocket_was_open_costs_its_sessions_and_no_more(start):
+    server = start("GuessSpec")
+
+    async def main() -> None:
+        async with registry.spec(server.url) as spec:
+            env, other = spec.make(), spec.make()
+            await env.reset(seed=1)
+            [replica] = spec.replicas._replicas
+            first = replica.transport._asking
+            server.process.kill()
+            server.process.wait()
+            await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}")
+            with pytest.raises(RemoteError) as raised:
+                await env.step(Action("no"))
+            assert raised.value.kind == "session_lost"
+            await other.reset(seed=1)
+            assert (await other.step(Action("no")))[4]["turns"] == 1
+            assert not first.is_open
+            assert replica.transport._asking.is_open
+            await env.close()
+            await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease(start):
+    server = start("GuessSpec", "limit.lease_seconds=0.6", "call_timeout=1")
+
+    async def main() -> None:
+        async with registry.spec(server.url, reconnect=0) as spec:
+            envs = [spec.make() for _ in range(4)]
+            await asyncio.gather(*(env.reset(seed=1) for env in envs))
+            steps = [asyncio.create_task(env.step(Action("hang"))) for env in envs]
+            for _ in envs:
+                assert await asyncio.to_thread(server.line) == "hanging"
+            server.process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(4):
+                said = await asyncio.gather(*steps, return_exceptions=True)
+            assert [error.kind for error in said] == ["connection"] * 4
+            async with asyncio.timeout(2):
+                await asyncio.gather(*(env.close() for env in envs))
+            [replica] = spec.replicas._replicas
+            assert (replica.taken, len(replica.leases)) == (0, 0)
+            server.process.send_signal(signal.SIGCONT)
+            assert await emptied(server.url)
+
+    asyncio.run(main())
+
+
+def test_a_rollout_goes_on_where_the_server_freezes_for_a_while(start):
+    server = start("GuessSpec", "limit.lease_seconds=0.6")
+
+    async def main() -> None:
+        def freeze() -> None:
+            server.process.send_signal(signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(1, server.process.send_signal, signal.SIGCONT)
+
+        groups = await roll(registry.spec(server.url), on_episode=after(6, freeze), tasks=4)
+        assert all_played(groups)
+        assert set(failures(groups)) <= {"connection", "session_lost"}
+        assert await emptied(server.url)
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_the_websocket_may_give_up(game, monkeypatch):
+    monkeypatch.setattr(client, "CLOSE_SECONDS", 0.2)
+
+    async def hanging(request, forward):
+        if request.path == "/v1/channel":
+            await asyncio.sleep(60)
+        return await forward()
+
+    async def main() -> None:
+        async with meddling(game.url, hanging) as url, registry.spec(url) as spec:
+            env = spec.make()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await env.reset(seed=1)
+            await env.close()
+
+    asyncio.run(main())

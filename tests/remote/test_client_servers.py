@@ -1,0 +1,329 @@
+"""Several servers of one environment, some of them sick: each is used as long as it works, and again once it does."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from urllib.parse import urlsplit
+
+import pytest
+from aiohttp import web
+
+import envgym.registry as registry
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError
+from envgym.remote import replicas
+from envgym.remote.client import RemoteError
+from envgym.remote.wire import Problem
+from envgym.types import Action
+
+from .meddling import instead, meddling
+from .test_client_faults import all_played, counted, emptied, failures, roll
+
+SICK = web.Response(status=500, text="<html>upstream error</html>", content_type="text/html")
+
+
+@pytest.fixture
+def tried_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.3)
+
+
+def problem(status: int, kind: str) -> web.Response:
+    body = Problem(status, kind, "so it is").body.model_dump_json()
+    return web.Response(status=status, body=body, content_type="application/problem+json")
+
+
+async def played_on(spec: EnvSpec) -> str:
+    """Where the next episode is begun as the rollout does it: first a place, then the reset."""
+    env = spec.make()
+    try:
+        await env.acquire()
+        await env.reset(seed=1)
+        return str(env._place.address)
+    finally:
+        await env.close()
+
+
+async def until_played_on(spec: EnvSpec, url: str) -> None:
+    for _ in range(200):
+        if await played_on(spec) == url:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"nothing is played on {url}")
+
+
+def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_stayed(start, tried_soon):
+    stays, goes = start("GuessSpec"), start("GuessSpec")
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[goes.url, stays.url], reconnect=0) as spec:
+            assert await played_on(spec) == goes.url
+            goes.process.kill()
+            goes.process.wait()
+            assert await played_on(spec) == stays.url
+            assert spec.replicas.down != []
+            await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(goes.url).port}")
+            await until_played_on(spec, goes.url)
+            assert spec.replicas.down == []
+
+    asyncio.run(main())
+
+
+def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_first(start):
+    frozen, well = start("GuessSpec", "limit.lease_seconds=0.6"), start("GuessSpec", "limit.lease_seconds=0.6")
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[frozen.url, well.url]) as spec:
+            first, second = spec.replicas._replicas
+            frozen.process.send_signal(signal.SIGSTOP)
+            env = spec.make()
+            await env.reset(seed=1)
+            assert (len(first.leases), len(second.leases)) == (0, 1)
+            assert (first.taken, second.taken) == (0, 1)
+            frozen.process.send_signal(signal.SIGCONT)
+            assert await emptied(frozen.url)
+            assert (await env.step(Action("no")))[4]["turns"] == 1
+            await env.close()
+
+    asyncio.run(main())
+
+
+def test_a_lease_that_ended_is_renewed_no_more(start):
+    server = start("GuessSpec", "limit.lease_seconds=0.6")
+
+    async def main() -> None:
+        async with registry.spec(server.url) as spec:
+            kept, left = spec.make(), spec.make()
+            await asyncio.gather(kept.reset(seed=1), left.reset(seed=1))
+            [replica] = spec.replicas._replicas
+            replica.leases.end(left._session)
+            for _ in range(50):
+                await asyncio.sleep(0.05)
+                if await counted(server.url, "envgym_sessions") == 1:
+                    break
+            assert (await kept.step(Action("no")))[4]["turns"] == 1
+            with pytest.raises(RemoteError) as raised:
+                await left.step(Action("no"))
+            assert raised.value.kind == "session_lost"
+            await asyncio.gather(kept.close(), left.close())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        SICK,
+        web.Response(text="{}", content_type="application/json"),
+        problem(500, "internal-error"),
+        problem(504, "environment-timeout"),
+        problem(404, "environment-not-found"),
+    ],
+)
+def test_a_server_that_opens_no_sessions_costs_no_episode_where_there_is_another(game, start, answer):
+    other = start("GuessSpec")
+
+    async def main() -> None:
+        before = await counted(game.url, "envgym_sessions_opened_total")
+        async with meddling(other.url, instead(answer, "/v1/sessions")) as sick:
+            assert failures(await roll(registry.spec("game", urls=[sick, game.url]), tasks=4, retries=0)) == {}
+            spec = registry.spec(sick)
+            groups = await roll(spec, tasks=1, retries=1)
+            assert failures(groups).keys() <= {"server", "timeout"}
+            assert not all_played(groups)
+        assert await counted(game.url, "envgym_sessions_opened_total") == before + 16
+
+    asyncio.run(main())
+
+
+def test_a_server_that_takes_our_token_no_more_is_asked_once(game, start):
+    other, asked = start("GuessSpec"), 0
+
+    async def refusing(request, forward):
+        nonlocal asked
+        asked += request.path == "/v1/sessions"
+        if armed and request.path in ("/v1/sessions", "/v1/envs"):
+            return problem(401, "unauthorized")
+        return await forward()
+
+    async def main() -> None:
+        nonlocal armed
+        async with meddling(other.url, refusing) as sick, registry.spec("game", urls=[sick, game.url]) as spec:
+            armed = True
+            with pytest.raises(RemoteError, match="token_file"):
+                await played_on(spec)
+            assert await played_on(spec) == game.url
+            assert asked == 1
+
+    armed = False
+    asyncio.run(main())
+
+
+def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(start):
+    servers = [start("GuessSpec"), start("GuessSpec")]
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[server.url for server in servers]) as spec:
+            env = spec.make()
+            with pytest.raises(RemoteError, match="the dice are gone"):
+                await env.reset(seed=1, options={"refuse": True})
+            assert spec.replicas.down == []
+            await env.close()
+            opened = [await counted(server.url, "envgym_sessions_opened_total") for server in servers]
+            assert sorted(opened) == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_came_back_with_other_tasks_is_refused_however_often_it_is_asked(start):
+    server = start("GuessSpec")
+
+    async def main() -> None:
+        async with registry.spec(server.url, reconnect=5) as spec:
+            task = await spec.tasks("train").get(0)
+            server.process.kill()
+            server.process.wait()
+            await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", "n=3")
+            spec.replicas._replicas[0].is_down()
+            for _ in range(2):
+                env = spec.make()
+                with pytest.raises(RemoteError, match="serves other tasks") as raised:
+                    await env.reset(seed=1, options={"task": task})
+                assert not raised.value.retryable
+                await env.close()
+                with pytest.raises(RemoteError, match="serves other tasks"):
+                    await spec.tasks("train").get(120)
+
+    asyncio.run(main())
+
+
+def test_a_server_with_other_tasks_that_answers_late_is_given_nothing(game, start):
+    other, answered = start("GuessSpec", "n=3"), asyncio.Event()
+
+    async def late(request, forward):
+        if request.path == "/v1/envs" and not answered.is_set():
+            await asyncio.sleep(0.7)
+            answered.set()
+        return await forward()
+
+    async def main() -> None:
+        async with meddling(other.url, late) as url, registry.spec("game", urls=[url, game.url], timeout=0.5) as spec:
+            await answered.wait()
+            await asyncio.sleep(0.1)
+            [first, _] = spec.replicas._replicas
+            for _ in range(2):
+                assert first.description is None
+                first.try_after(0)
+                assert await played_on(spec) == game.url
+        assert await counted(other.url, "envgym_sessions_opened_total") == 0
+
+    asyncio.run(main())
+
+
+def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start, tried_soon):
+    full, goes = start("GuessSpec", "limit.max_sessions=1"), start("GuessSpec", "limit.max_sessions=4")
+    goes.process.kill()
+    goes.process.wait()
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[full.url, goes.url]) as spec:
+            envs = [spec.make() for _ in range(5)]
+
+            async def begin(env):
+                await env.acquire()
+                await env.reset(seed=1)
+
+            begun = [asyncio.create_task(begin(env)) for env in envs]  # and none of them ends
+            await asyncio.sleep(0.1)
+            assert [task.done() for task in begun].count(True) <= 1
+            await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={urlsplit(goes.url).port}")
+            async with asyncio.timeout(5):
+                await asyncio.gather(*begun)
+            assert [replica.taken for replica in spec.replicas._replicas] == [1, 4]
+            await asyncio.gather(*(env.close() for env in envs))
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What every server can answer: tasks, judgements
+
+
+@pytest.mark.parametrize(
+    "answer", [SICK, web.Response(text="{}", content_type="application/json"), problem(503, "shutting-down")]
+)
+def test_tasks_that_one_server_cannot_send_come_from_another(game, start, answer):
+    other = start("GuessSpec")
+
+    async def main() -> None:
+        async with (
+            meddling(other.url, instead(answer, "/tasks")) as sick,
+            registry.spec("game", urls=[sick, game.url], reconnect=0) as spec,
+        ):
+            assert (await spec.tasks("train").get(0)).id == "t0"
+            assert [str(replica.address) for replica in spec.replicas.down] == [sick]
+
+    asyncio.run(main())
+
+
+def test_tasks_that_a_frozen_server_does_not_send_come_from_another_in_time(game, start):
+    frozen = start("GuessSpec")
+
+    async def main() -> None:
+        async with registry.spec("game", urls=[frozen.url, game.url], timeout=1) as spec:
+            frozen.process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(0.9):
+                assert (await spec.tasks("train").get(0)).id == "t0"
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_alone_is_asked_again_for_a_while(game):
+    asked = 0
+
+    async def sick_at_first(request, forward):
+        nonlocal asked
+        if not request.path.endswith("/tasks"):
+            return await forward()
+        asked += 1
+        return await forward() if asked == 3 else web.Response(status=500, text="no")
+
+    async def main() -> None:
+        async with meddling(game.url, sick_at_first) as url, registry.spec(url) as spec:
+            assert (await spec.tasks("train").get(0)).id == "t0"
+            assert (asked, spec.replicas.down) == (3, [])
+        async with meddling(game.url, instead(SICK, "/tasks")) as url, registry.spec(url, reconnect=0.3) as spec:
+            with pytest.raises(RemoteError, match="500 Internal Server Error") as raised:
+                await spec.tasks("train").get(0)
+            assert raised.value.kind == "server"
+
+    asyncio.run(main())
+
+
+def test_what_the_request_is_to_blame_for_is_asked_once(game, start):
+    asked = 0
+
+    async def refusing(request, forward):
+        nonlocal asked
+        if not request.path.endswith("/tasks"):
+            return await forward()
+        asked += 1
+        return problem(422, "invalid-request")
+
+    async def main() -> None:
+        async with (
+            meddling(game.url, refusing) as url,
+            meddling(start("GuessSpec").url, refusing) as other,
+            registry.spec("game", urls=[url, other]) as spec,
+        ):
+            with pytest.raises(RemoteError, match="so it is"):
+                await spec.tasks("train").get(0)
+            assert (asked, spec.replicas.down) == (1, [])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("urls", [["http://127.0.0.1:1", "http://127.0.0.1:1/game"], ["http://127.0.0.1:1/a"] * 2])
+def test_a_server_that_is_named_twice_is_refused(urls):
+    with pytest.raises(ConfigError, match="the same server is named twice"):
+        registry.spec("game", urls=urls)
