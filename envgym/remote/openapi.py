@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+
+from envgym.episode_record import to_record
+from envgym.types import Episode, Outcome, Task
 
 from .routes import ROUTES, Route
 from .wire import VERSION, ProblemBody
@@ -31,6 +34,28 @@ STATUSES = {
 }
 WITH_BODY = (400, 408, 413, 415, 422)
 
+SESSION = "example"
+_STEP = {"step_id": 0, "action": {"text": "an answer"}}
+_SAME_SESSION = {"session": "$request.body#/session_id"}
+EXAMPLES: Mapping[str, Any] = {
+    "open": {"session_id": SESSION, "seed": 0},
+    "step": _STEP,
+    "heartbeat": {"session_ids": [SESSION]},
+    "batch": {"requests": [{"op": "step", "session_id": SESSION, **_STEP}]},
+    "score_group": {
+        "task": {"id": "example"},
+        "episodes": [to_record(Episode("e", Task("example"), Outcome.completed(), reward=1.0))],
+    },
+}
+"""Bodies that can be sent as they are, in the order of the routes."""
+LINKS: Mapping[str, Any] = {
+    "open": {
+        "step": {"operationId": "step", "parameters": _SAME_SESSION, "requestBody": _STEP},
+        "close": {"operationId": "close", "parameters": _SAME_SESSION},
+    }
+}
+"""What an answer leads on to."""
+
 
 def document(envs: Sequence[str], *, tokens: bool) -> bytes:
     """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it asks for them."""
@@ -38,6 +63,7 @@ def document(envs: Sequence[str], *, tokens: bool) -> bytes:
     wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
     wanted.sort(key=lambda pair: pair[0].__name__)
     _, schemas = models_json_schema(wanted, ref_template=REF)
+    schemas["$defs"]["Opening"]["properties"]["env"]["enum"] = ["", *envs]
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, envs, tokens)
@@ -67,7 +93,10 @@ def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any
         },
     }
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
+        content = {"schema": _ref(route.body), "example": EXAMPLES[route.name]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if route.name in LINKS:
+        operation["responses"]["200"]["links"] = LINKS[route.name]
     if tokens and not route.open:
         operation["security"] = [{"token": []}]
     return operation
@@ -96,9 +125,12 @@ def _problem(status: int) -> dict[str, Any]:
 
 
 def _path_parameters(route: Route, envs: Sequence[str]) -> list[dict[str, Any]]:
-    schemas = {"env": {"type": "string", "enum": list(envs)}, "session": {"type": "string"}}
+    given: dict[str, dict[str, Any]] = {
+        "env": {"schema": {"type": "string", "enum": list(envs)}},
+        "session": {"schema": {"type": "string"}, "example": SESSION},
+    }
     names = re.findall(r"{(\w+)}", route.path)
-    return [{"name": name, "in": "path", "required": True, "schema": schemas[name]} for name in names]
+    return [{"name": name, "in": "path", "required": True, **given[name]} for name in names]
 
 
 def _query_parameters(route: Route) -> list[dict[str, Any]]:
