@@ -75,12 +75,6 @@ H = TypeVar("H", AskHead, AnswerHead)
 _MORE, _LAST = b"+", b"."
 
 
-_MORE, _LAST = b"+", b"."
-
-
-_MORE, _LAST = b"+", b"."
-
-
 def pack(heads: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
     """One message."""
     return b"".join([heads.dump_json([head for head, _ in items]), b"\n", *(body for _, body in items)])

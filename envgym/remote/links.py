@@ -18,6 +18,7 @@ from .frames import (
     ASKS,
     FULL_COUNT,
     FULL_MESSAGE,
+    PING_SECONDS,
     Answer,
     AskHead,
     H,
@@ -32,6 +33,9 @@ from .wire import MAX_BODY, Problem
 
 MAX_REQUESTS = 2**15
 """Requests of one connection that are carried out at once: more than one client has sessions, by far."""
+
+MAX_UNSENT = MAX_BODY
+"""Bytes of the answers that wait to be sent on one connection before no more is read there."""
 
 Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 Carry = Callable[[str, str, bytes], Awaitable[Answer]]
@@ -53,6 +57,11 @@ class _Outbox(Generic[H]):
 
     def __len__(self) -> int:
         return len(self._items) + len(self._large)
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait."""
+        return sum(len(body) for _, body in (*self._items, *self._large))
 
     @property
     def writing(self) -> list[asyncio.Task[None]]:
@@ -114,8 +123,6 @@ class Asking:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._outbox = _Outbox(socket, ASKS, self.end)
         self._pieces = Pieces()
-        self._pieces = Pieces()
-        self._pieces = Pieces()
 
     async def ask(self, method: Method, target: str, body: bytes) -> Answer:
         """The answer to a request. Raises `ConnectionError` where the connection ends before it."""
@@ -154,7 +161,7 @@ class Answering:
     """The end that answers, each request in a task of its own: what was begun goes on when the connection ends, and is
     waited for when the request comes again over another.
 
-    While `MAX_REQUESTS` are carried out, or their answers not taken, the others wait unread.
+    While `MAX_REQUESTS` are carried out, or their answers not taken, or `MAX_UNSENT` bytes, the others wait unread.
     """
 
     def __init__(self, socket: Socket, carry: Carry) -> None:
@@ -162,8 +169,6 @@ class Answering:
         self._carry = carry
         self._working: set[asyncio.Task[None]] = set()
         self._outbox = _Outbox(socket, ANSWERS, lambda: None)
-        self._pieces = Pieces()
-        self._pieces = Pieces()
         self._pieces = Pieces()
 
     async def run(self) -> None:
@@ -182,13 +187,17 @@ class Answering:
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)
             await asyncio.sleep(0)  # begin, and send what is done: the other end then works at the same time
-            while len(self._working) + len(self._outbox) > MAX_REQUESTS:
-                await asyncio.wait(self._busy, return_when=asyncio.FIRST_COMPLETED)
+            while self._is_full and not self._socket.closed:  # which wakes nobody here
+                await asyncio.wait(self._busy, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
         """Wait until what was asked is answered, and sent."""
         while self._busy and not self._socket.closed:
             await asyncio.wait(self._busy)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._working) + len(self._outbox) > MAX_REQUESTS or self._outbox.size > MAX_UNSENT
 
     @property
     def _busy(self) -> list[asyncio.Task[None]]:

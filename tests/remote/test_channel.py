@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import Any
 
@@ -95,12 +96,13 @@ def test_each_request_is_answered_when_it_is_done_and_as_it_is_over_http(unruly,
     asyncio.run(main())
 
 
-def test_who_says_what_is_no_request_is_heard_no_longer_and_nobody_else_notices(unruly, channel):
+def test_who_says_what_is_no_request_is_heard_no_longer_and_nobody_else_notices(unruly, channel, caplog):
     nonsense = [
         "a text",
         '[[0,"GET","/livez",0]]\n',
         b"",
         b"no heads",
+        b".no heads",
         b"{}\n",
         b'[[0,"GET","/livez",4]]more',
         b'[[0,"GET","/livez",0]]\nmore',
@@ -125,6 +127,7 @@ def test_who_says_what_is_no_request_is_heard_no_longer_and_nobody_else_notices(
                 assert (status, stepped["info"]) == (200, {"steps": number + 1})
 
     asyncio.run(main())
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []  # no defect of the server
 
 
 @pytest.mark.parametrize("again", ["a new channel", "http"])
@@ -148,8 +151,11 @@ def test_a_step_is_taken_once_though_its_client_lost_the_connection_meanwhile(un
     asyncio.run(main())
 
 
-def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(unruly, channel, monkeypatch):
-    monkeypatch.setattr("envgym.remote.links.MAX_REQUESTS", 100)
+@pytest.mark.parametrize(("limit", "value"), [("MAX_REQUESTS", 100), ("MAX_UNSENT", 2**20)])
+def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(
+    unruly, channel, monkeypatch, limit, value
+):
+    monkeypatch.setattr(f"envgym.remote.links.{limit}", value)
     requests = 3000
 
     async def main() -> None:
@@ -165,9 +171,7 @@ def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(u
 
             sending = asyncio.create_task(ask_on())
             for number in range(50):
-                began = time.monotonic()
                 assert (await other.ask("POST", "/v1/sessions/t/step", step(number, "on")))[0] == 200
-                assert time.monotonic() - began < 0.5
                 await asyncio.sleep(0.01)
             assert not sending.done()  # all that waits would be in the server's memory
             for _ in range(requests):
@@ -185,15 +189,21 @@ async def fill(asking: Any) -> None:
     await asyncio.sleep(0.3)  # it has answered until nothing more was taken
 
 
-def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channel, monkeypatch):
+@pytest.mark.parametrize("then", ["it says nonsense", "it is silent"])
+def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channel, monkeypatch, then):
     monkeypatch.setattr("envgym.remote.application.CLOSE_SECONDS", 0.2)
+    if then == "it is silent":
+        monkeypatch.setattr("envgym.remote.links.MAX_REQUESTS", 100)
+        monkeypatch.setattr("envgym.remote.links.PING_SECONDS", 0.1)
+        monkeypatch.setattr("envgym.remote.application.CHANNEL_PING_SECONDS", 0.2)
 
     async def main() -> None:
         async with unruly() as (url, _, _):
             before = asyncio.all_tasks()
             async with channel(url) as asking:
                 await fill(asking)
-                await asking.socket.send_str("a text")
+                if then == "it says nonsense":
+                    await asking.socket.send_str("a text")
                 for _ in range(100):
                     left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
                     if not any("/envgym/" in file for file in left):
