@@ -1,7 +1,10 @@
-"""Deadlines that stand still while a rate limit is waited for."""
+"""Deadlines, all behind one timer of their event loop, that stand still while a rate limit is waited for."""
 
 import asyncio
 import contextlib
+import gc
+import random
+import weakref
 
 import pytest
 
@@ -52,3 +55,105 @@ def test_what_outlives_the_deadline_around_it_does_no_harm():
 async def _late():
     await asyncio.sleep(0.05)
     await waiting(0.01)
+
+
+async def expires_after(seconds):
+    """When a deadline of so many seconds is over, by the clock."""
+    now = asyncio.get_running_loop().time
+    began = now()
+    with pytest.raises(TimeoutError):
+        async with Deadline(seconds):
+            await asyncio.sleep(20)
+    return now() - began
+
+
+def test_many_deadlines_are_over_each_at_its_own_time():
+    async def main():
+        over = []
+
+        async def one(seconds):
+            assert await expires_after(seconds) >= seconds * 0.99
+            over.append(seconds)
+
+        async def kept():
+            async with Deadline(0.2):
+                await asyncio.sleep(0.05)
+
+        times = [0.03 * number for number in range(1, 11)]
+        shuffled = random.Random(1).sample(times, len(times))
+        await asyncio.gather(*map(one, shuffled), *(kept() for _ in range(10)))
+        assert over == times
+
+    asyncio.run(main())
+
+
+def test_a_deadline_that_is_set_after_a_later_one_does_not_wait_for_it():
+    async def main():
+        async with Deadline(10):
+            for _ in range(2):  # the second finds the timer set for the later one
+                assert 0.05 <= await expires_after(0.05) < 5
+
+    asyncio.run(main())
+
+
+def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both():
+    outer, inner = Deadline(0.4), Deadline(10)
+
+    async def nested():
+        async with outer:
+            await expires_after(0.05)
+            assert not outer.expired()
+            async with inner:
+                await asyncio.sleep(10)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            await nested()
+        assert (outer.expired(), inner.expired()) == (True, False)
+
+    asyncio.run(main())
+
+
+def test_a_deadline_can_be_made_to_be_over_now_and_not_once_it_is_left():
+    async def main():
+        async def work(deadline):
+            async with deadline:
+                await asyncio.sleep(0 if deadline is done else 10)
+
+        done, given_up = Deadline(10), Deadline(10)
+        await work(done)
+        working = asyncio.create_task(work(given_up))
+        await asyncio.sleep(0)
+        for deadline in (done, given_up):
+            deadline.expire()
+        async with asyncio.timeout(5):
+            with pytest.raises(TimeoutError):
+                await working
+        assert (done.expired(), given_up.expired()) == (False, True)
+
+    asyncio.run(main())
+
+
+def test_an_event_loop_in_which_deadlines_were_used_is_forgotten():
+    async def main():
+        async with Deadline(100):
+            await expires_after(0.01)
+        left = asyncio.create_task(waiting_under(Deadline(100)))
+        await asyncio.sleep(0)
+        assert not left.done()  # `asyncio.run` ends it
+
+    def run():
+        loops = []
+        with asyncio.Runner() as runner:
+            loops.append(weakref.ref(runner.get_loop()))
+            runner.run(main())
+        return loops[0]
+
+    loop = run()
+    gc.collect()
+    assert loop() is None
+
+
+async def waiting_under(deadline):
+    async with deadline:
+        await asyncio.sleep(100)
