@@ -47,7 +47,9 @@ class ConnectionConfig(EnvConfig):
     @field_validator("call_timeout")
     @classmethod
     def _call_timeout(cls, seconds: float) -> float:
-        raise ValueError("it is set where the environment is served; from here, timeout bounds a reset or a step")
+        if seconds != EnvConfig.model_fields["call_timeout"].default:  # a saved configuration says all there is
+            raise ValueError("it is set where the environment is served; from here, timeout bounds a reset or a step")
+        return seconds
 
 
 class RemoteConfig(ConnectionConfig):
@@ -292,9 +294,7 @@ class RemoteEnv(CheckedEnv):
                         refusal = full
                         self._place = None
                         replicas.refused(place, full)
-                    except RemoteError as error:
-                        if error.kind in ("server", "timeout"):  # the next one would fare no better there
-                            place.is_down()
+                    except RemoteError:
                         if not place.down or not replicas.others(place):
                             raise
                         await self._end_session()
@@ -348,9 +348,9 @@ class RemoteEnv(CheckedEnv):
             )
         except EnvgymError as error:
             kind = error.kind if isinstance(error, RemoteError) else "environment"
-            if kind == "connection":
+            if kind in ("connection", "server", "timeout"):  # another one would fare no better there
                 place.is_down()
-            elif kind not in ("server", "timeout"):
+            else:
                 place.is_up()
             if kind in ("capacity", "session_lost"):  # there is nothing to end
                 place.leases.end(session)
