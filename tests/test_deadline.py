@@ -97,9 +97,7 @@ def test_a_deadline_that_is_set_after_a_later_one_does_not_wait_for_it():
 
 
 def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both():
-    outer, inner = Deadline(0.4), Deadline(10)
-
-    async def nested():
+    async def nested(outer, inner):
         async with outer:
             await expires_after(0.05)
             assert not outer.expired()
@@ -107,8 +105,9 @@ def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both():
                 await asyncio.sleep(10)
 
     async def main():
+        outer, inner = Deadline(0.4), Deadline(10)
         with pytest.raises(TimeoutError):
-            await nested()
+            await nested(outer, inner)
         assert (outer.expired(), inner.expired()) == (True, False)
 
     asyncio.run(main())
