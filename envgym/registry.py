@@ -18,15 +18,18 @@ import importlib.metadata
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .env import CheckedEnv, Env, EnvSpec
 from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import absolute_target, check_class, load_class, load_function, names_file, split_target
+
+if TYPE_CHECKING:
+    from .remote.registered import Registered
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -50,11 +53,7 @@ def register(id: str, entry_point: str | type[Env] | type[EnvSpec] | Callable[..
     `kwargs` are settings it has unless told otherwise. Registering an id again replaces it, with a warning.
     Raises `ConfigError` for a malformed id, and where a name would have both versions and none.
     """
-    namespace, name, version = parse_env_id(id)
-    id = env_id(namespace, name, version)
-    others = [key for key in _registrations() if parse_env_id(key)[:2] == (namespace, name) and key != id]
-    if others and (version is None or any(parse_env_id(key)[2] is None for key in others)):
-        raise ConfigError(f"cannot register {id!r} beside {others[0]!r}: give all of a name's ids a version, or none")
+    id = check_beside(id, _registrations())
     if id in _registered:
         warnings.warn(f"environment {id!r} is registered anew", stacklevel=2)
     if not isinstance(entry_point, str):
@@ -62,9 +61,23 @@ def register(id: str, entry_point: str | type[Env] | type[EnvSpec] | Callable[..
     _registered[id] = Registration(id, entry_point, kwargs)
 
 
+def check_beside(id: str, known: Collection[str]) -> str:
+    """The id as it is registered beside those `known`. Raises `ConfigError` for a malformed one, and where its name
+    would have both versions and none."""
+    namespace, name, version = parse_env_id(id)
+    id = env_id(namespace, name, version)
+    others = [key for key in known if parse_env_id(key)[:2] == (namespace, name) and key != id]
+    if others and (version is None or any(parse_env_id(key)[2] is None for key in others)):
+        raise ConfigError(f"cannot register {id!r} beside {others[0]!r}: give all of a name's ids a version, or none")
+    return id
+
+
 def list_ids() -> list[str]:
-    """All registered environment ids, sorted; also the names given to remote environments (`envgym envs add`)."""
-    return sorted({*_remote(), *_registrations()})
+    """All registered environment ids, sorted; also the names given to remote environments (`envgym envs add`), except
+    those of a file that cannot be read."""
+    from .remote.registered import readable
+
+    return sorted({*_remote(readable()[0]), *_registrations()})
 
 
 def is_installed(id: str) -> bool:
@@ -93,13 +106,14 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     if names_file(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():
-        if "urls" in kwargs and not is_installed(
-            name
-        ):  # a description of a named one, also where the name is not known
-            from .remote.client import RemoteEnvSpec
+        try:
+            registration = find(name)
+        except (ConfigError, NameNotFound, VersionNotFound):
+            if "urls" not in kwargs or is_installed(name):
+                raise
+            from .remote.client import RemoteEnvSpec  # a description says enough
 
             return RemoteEnvSpec(name, **kwargs)
-        registration = find(name)
         return _build(registration.id, registration.entry_point, registration.kwargs | kwargs)
     return _build(name, name, kwargs)
 
@@ -157,13 +171,18 @@ def find(id: str) -> Registration:
     namespace, name, version = parse_env_id(id)
     keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
-        known = _remote()
+        from .remote.registered import registered
+
+        try:
+            known = _remote(registered())
+        except ConfigError as error:  # it may be named there: another of that name is not taken for it
+            raise ConfigError(f"there is no environment {id!r} here.{_nearest(namespace, name)} But {error}") from None
         keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
         raise NameNotFound(f"there is no environment {id!r}.{_nearest(namespace, name)}{_not_installed()}")
     newest = max(keys, key=lambda key: parse_env_id(key)[2] or 0)
     if version is None:
-        return known[newest]
+        return known[id if id in known else newest]
     id = env_id(namespace, name, version)
     if id not in known:
         raise VersionNotFound(f"there is no version v{version} of that environment: there is {', '.join(sorted(keys))}")
@@ -207,16 +226,10 @@ def _registrations() -> dict[str, Registration]:
     return {id: Registration(id, target) for id, target in offered if _ID.fullmatch(id)} | _registered
 
 
-def _remote() -> dict[str, Registration]:
-    """The remote environments that were given a name. Raises `ConfigError` for a file of names that is not one."""
-    from .remote.registered import registered
-
+def _remote(named: Mapping[str, Registered]) -> dict[str, Registration]:
+    """The remote environments that were given a name."""
     target = "envgym.remote.client:RemoteEnvSpec"
-    return {
-        name: Registration(name, target, entry.settings())
-        for name, entry in registered().items()
-        if _ID.fullmatch(name)
-    }
+    return {name: Registration(name, target, entry.settings()) for name, entry in named.items() if _ID.fullmatch(name)}
 
 
 @functools.cache  # reading them takes milliseconds, and what is installed stays

@@ -7,9 +7,11 @@ paths of token files, never a token.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +58,19 @@ def registered() -> dict[str, Registered]:
     return {**read("user"), **read("project")}
 
 
+def readable() -> tuple[dict[str, Registered], list[str]]:
+    """As `registered`, of the files that can be used; and what is wrong with the others."""
+    found: dict[str, Registered] = {}
+    problems: list[str] = []
+    scopes: tuple[Scope, ...] = ("user", "project")
+    for scope in scopes:
+        try:
+            found |= read(scope)
+        except ConfigError as error:
+            problems.append(str(error))
+    return found, problems
+
+
 def scope_of(name: str) -> Scope | None:
     """Where `name` is found."""
     scopes: tuple[Scope, ...] = ("project", "user")
@@ -74,14 +89,12 @@ def read(scope: Scope) -> Mapping[str, Registered]:
 
 def add(scope: Scope, name: str, entry: Registered) -> Path:
     """Write `entry` down, in place of one of the same name; returns the file."""
-    return _write(scope, {**read(scope), name: entry})
+    return _change(scope, name, entry.model_dump(mode="json", exclude_none=True))
 
 
 def remove(scope: Scope, name: str) -> Path:
     """Forget `name`; returns the file. Raises `KeyError` where it is not there."""
-    entries = dict(read(scope))
-    del entries[name]
-    return _write(scope, entries)
+    return _change(scope, name, None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,14 +119,70 @@ def _with_paths(entry: Registered, folder: Path) -> Registered:
     )
 
 
-def _write(scope: Scope, entries: Mapping[str, Registered]) -> Path:
+def _change(scope: Scope, name: str, said: dict[str, Any] | None) -> Path:
+    """Write down what is `said` of `name`, or with None nothing any more; the others stay as they are written."""
     import yaml
 
     path = file_of(scope)
-    said = {name: entry.model_dump(mode="json", exclude_none=True) for name, entry in sorted(entries.items())}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, HEADER + yaml.safe_dump({"environments": said}, sort_keys=False, allow_unicode=True))
+        with _alone_in(path.parent):
+            read(scope)  # what cannot be read is not written over
+            text = path.read_text(encoding="utf-8") if path.exists() else HEADER
+            entries = dict((yaml.safe_load(text) or {}).get("environments", {}))
+            if said is None:
+                del entries[name]
+            else:
+                entries[name] = said
+            write_atomically(path, _edited(text, name, said, {"environments": entries}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process changes names there meanwhile, where the file system knows locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _edited(text: str, name: str, said: dict[str, Any] | None, wanted: dict[str, Any]) -> str:
+    """`text` with the lines of `name` changed, so that it holds what is `wanted`; anew where entries have no lines of
+    their own."""
+    import yaml
+
+    root = yaml.compose(text, yaml.SafeLoader)
+    found = root.value[0][1] if root is not None and root.value else None
+    if found is not None and found.value and not found.flow_style:
+        lines = text.splitlines()
+        where = {key.value: (key.start_mark.line, _last_line(value) + 1) for key, value in found.value}
+        behind = max(end for _, end in where.values())
+        begin, end = where.get(name, (behind, behind))
+        block = "" if said is None else _dumped({name: said})
+        indent = " " * found.value[0][0].start_mark.column
+        lines[begin:end] = [indent + line for line in block.splitlines()]
+        edited = "\n".join(lines) + "\n"
+        with contextlib.suppress(yaml.YAMLError):
+            if yaml.safe_load(edited) == wanted:
+                return edited
+    return HEADER + _dumped(wanted)
+
+
+def _last_line(node: Any) -> int:
+    """The last line of a YAML node; the end mark of one in several lines is behind the comments that follow it."""
+    if isinstance(node.value, list) and node.value and not node.flow_style:
+        last = node.value[-1]
+        return _last_line(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.line)
+
+
+def _dumped(content: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

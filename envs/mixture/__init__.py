@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from envgym import registry
 from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.fingerprint import text_hash
 from envgym.tasks import InProportion, Interleaved
 from envgym.types import Episode, Message, Task
 
@@ -82,6 +84,16 @@ class Mixture(EnvSpec):
         if isinstance(spec, Mixture):
             raise ConfigError(f"member {name!r} of environment {self.id} is a mixture itself: name its members here")
         return spec
+
+    def fingerprint(self) -> dict[str, str]:
+        """That of its members, by what they are and not by where they are served, and of their weights."""
+        own = super().fingerprint()["code"]
+        found = {name: spec.fingerprint() for name, spec in self.members.items()}
+        weights = {name: member.weight for name, member in self.config.members.items()}
+        return {
+            "code": text_hash(json.dumps([own, {name: member["code"] for name, member in found.items()}])),
+            "spec": text_hash(json.dumps([weights, {name: member["spec"] for name, member in found.items()}])),
+        }
 
     def _refuse_emptiness(self) -> None:
         if not self.members:

@@ -414,3 +414,12 @@ def test_one_environment_alone_is_not_told_apart():
     groups = [envgym.types.Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), reward=1.0, score=1.0)])]
     assert "envs" not in result_of(groups)
     assert not [key for key in rollout_metrics(groups) if key.startswith("env/")]
+
+
+def test_other_code_of_a_member_is_another_fingerprint():
+    spec = envgym.registry.spec("mixture", members={"one": "math_verify", "two": "math_verify"})
+    before = spec.fingerprint()
+    own = spec.members["two"].fingerprint()
+    spec.members["two"].fingerprint = lambda: {**own, "code": "changed"}
+    after = spec.fingerprint()
+    assert (after["code"] == before["code"], after["spec"] == before["spec"]) == (False, True)

@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import envgym
 from envgym import registry
+from envgym.display import Display
 from envgym.errors import ConfigError, NameNotFound
+from envgym.evaluation.folder import EvalFolder
+from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
+from envgym.evaluation.suite import find_suite
 from envgym.remote import registered
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -125,6 +130,101 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
     assert registry.spec("math_verify").id.startswith("math_verify")
 
 
+def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game, tmp_path):
+    assert run("add", "numbers", f"{game.url}/game")[0] == 0
+    Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
+    status, out, err = run("list")
+    assert status == 0
+    listed = [line.split()[0] for line in out.splitlines()]
+    assert {"math_verify-v0", "numbers"} <= set(listed)
+    assert f"remote: {game.url}/game" in out
+    assert err.count("\n") == 1
+    assert "unknown key 'environments.far.url'" in err
+    with pytest.raises(
+        ConfigError, match=r"no environment 'math_verfy' here. Did you mean 'math_verify'\? But .*far.url"
+    ):
+        registry.spec("math_verfy")
+    with pytest.raises(ConfigError, match=r"far\.url"):  # the project may mean another one
+        registry.spec("numbers")
+    assert registry.spec("numbers", urls=[game.url]).config.urls == (game.url,)
+    status, out, err = run("add", "more", f"{game.url}/game", "--user")
+    assert (status, "added more" in out, "far.url" in err) == (0, True, True)
+    assert run("add", "more", f"{game.url}/game", "--project")[0] == 2
+    assert "far: {url:" in Path("envgym.yaml").read_text()
+
+
+def test_a_name_has_either_versions_or_none(game):
+    assert run("add", "far", f"{game.url}/game")[0] == 0
+    status, _, err = run("add", "far-v2", f"{game.url}/game", "--project")
+    assert (status, "beside 'far': give all of a name's ids a version, or none" in err) == (2, True)
+    entries = {"far-v2": {"urls": ["http://127.0.0.1:1/x"]}, "far": {"urls": ["http://127.0.0.1:2/x"]}}
+    Path("envgym.yaml").write_text(yaml.safe_dump({"environments": entries}))  # by hand
+    assert registry.spec("far").config.urls == ("http://127.0.0.1:2/x",)
+    assert registry.spec("far-v2").config.urls == ("http://127.0.0.1:1/x",)
+
+
+def test_other_urls_of_a_name_are_shown_its_token():
+    Path("envgym.yaml").write_text(
+        "environments: {far: {urls: ['http://127.0.0.1:1/x'], token_file: /keys/far, ca_file: /keys/ca}}"
+    )
+    config = registry.spec("far", urls=["http://127.0.0.1:2/x"]).config
+    assert config.urls == ("http://127.0.0.1:2/x",)
+    assert (config.token_file, config.ca_file) == (Path("/keys/far"), Path("/keys/ca"))
+    assert registry.spec("elsewhere", urls=["http://127.0.0.1:2/x"]).config.token_file is None
+
+
+SHARED = """\
+# of our lab; ask Kim
+environments:
+  # the large one
+  big:
+    urls:
+    - http://127.0.0.1:1/x  # in the cellar
+    token_file: keys/c
+  # the small one
+  small: {urls: ["http://127.0.0.1:2/x"], ca_file: ~/ca.pem}
+
+# end
+"""
+
+
+def test_the_lines_of_others_stay_as_they_are():
+    file = Path("envgym.yaml")
+    file.write_text(SHARED)
+    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
+    mine = "  mine:\n    urls:\n    - http://127.0.0.1:3/x\n"
+    assert file.read_text() == SHARED.replace("\n\n#", f"\n{mine}\n#")
+    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:4/x",)))
+    assert file.read_text() == SHARED.replace("\n\n#", f"\n{mine.replace(':3', ':4')}\n#")
+    registered.remove("project", "mine")
+    assert file.read_text() == SHARED
+    registered.remove("project", "big")
+    assert "# the small one\n  small: {urls: [" in file.read_text()
+    assert set(registered.read("project")) == {"small"}
+    registered.remove("project", "small")
+    assert registered.read("project") == {}
+    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
+    assert set(registered.read("project")) == {"mine"}
+
+
+def test_entries_without_lines_of_their_own_are_written_anew_as_they_are():
+    Path("envgym.yaml").write_text("environments: {far: {urls: ['http://127.0.0.1:1/x'], token_file: keys/far}}")
+    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
+    written = yaml.safe_load(Path("envgym.yaml").read_text())["environments"]
+    assert written["far"] == {"urls": ["http://127.0.0.1:1/x"], "token_file": "keys/far"}
+    assert written["mine"] == {"urls": ["http://127.0.0.1:3/x"]}
+
+
+def test_names_that_are_added_at_once_are_all_there():
+    code = (
+        "import sys; from envgym.remote import registered as r\n"
+        "for n in range(20): r.add('user', f'{sys.argv[1]}{n}', r.Registered(urls=('http://127.0.0.1:1/x',)))"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "abc"]
+    assert [child.wait(60) for child in children] == [0, 0, 0]
+    assert len(registered.read("user")) == 60
+
+
 def test_a_relative_token_file_counts_from_the_file_that_names_it(tmp_path):
     Path("envgym.yaml").write_text("environments: {far: {urls: ['http://127.0.0.1:1/x'], token_file: keys/far}}")
     assert registry.spec("far").config.token_file == tmp_path / "project" / "keys" / "far"
@@ -144,3 +244,41 @@ def test_a_name_is_a_member_of_a_mixture(game):
             await env.close()
 
     asyncio.run(main())
+
+
+def test_a_mixtures_fingerprint_is_of_what_is_served_and_not_of_where(start):
+    first, second = start("Dice"), start("Dice")
+
+    async def fingerprint(url: str, **settings: Any) -> dict[str, str]:
+        members = {"near": {"env": "math_verify"}, "far": {"env": url, **settings}}
+        async with registry.spec("mixture", members=members) as spec:
+            return spec.fingerprint()
+
+    async def main() -> None:
+        found = await fingerprint(first.url)
+        assert await fingerprint(second.url) == found
+        heavier = await fingerprint(second.url, weight=2)
+        assert (heavier["code"], heavier["spec"] == found["spec"]) == (found["code"], False)
+
+    asyncio.run(main())
+
+
+def test_a_suite_with_a_name_and_a_mixture_of_it_is_evaluated_and_gone_on_with(start, tiny_model):
+    assert run("add", "far", start("Dice").url)[0] == 0
+    mixture = "{name: mixture, members: {far: far, near: math_verify}}"
+    Path("own.yaml").write_text(f"tasks: 3\nenvironments: {{alone: far, both: {{env: {mixture}}}}}\n")
+    settings = {"model": str(tiny_model), "engine": {"kind": "transformers"}, "debug": True, "name": "first"}
+    _, suite, _ = find_suite("own.yaml")
+    evaluation = new_evaluation({**settings, "rollout": {"max_tokens": 4}}, suite=suite)
+    first = run_evaluation(evaluation, Display())
+    assert (first["status"], first["n_episodes"], first["failures"]) == ("completed", 6, {})
+    folder = EvalFolder(Path("evals/first"))
+    lines = folder.journal.path.read_text().splitlines(keepends=True)
+    folder.journal.path.write_text("".join(lines[:2]))  # as a kill leaves it
+    folder.result_file.unlink()
+    again = run_evaluation(resumed_evaluation("first", "evals"), Display())
+    assert folder.journal.path.read_text().splitlines(keepends=True)[:2] == lines[:2]
+    assert (again["n_episodes"], again["failures"]) == (6, {})
+    assert {name: env["fingerprints"] for name, env in again["envs"].items()} == {
+        name: env["fingerprints"] for name, env in first["envs"].items()
+    }

@@ -43,16 +43,20 @@ def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError(f"{options.name!r} reads as a file or an import path: names look like [namespace/]name[-v0]")
     if registry.is_installed(options.name):
         raise ConfigError(f"{options.name!r} is the name of an environment that is installed here: choose another one")
+    name = registry.check_beside(options.name, registry.list_ids())
     absolute = {name: path and path.expanduser().absolute() for name, path in _paths(options).items()}
     entry = registered.Registered(urls=tuple(options.urls), **absolute)
-    said = asyncio.run(_reach(RemoteEnvSpec(options.name, **entry.settings())))
+    said = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
-    known = options.name in registered.read(scope)
-    path = registered.add(scope, options.name, entry)
+    known = name in registered.read(scope)
+    path = registered.add(scope, name, entry)
     print(said)
-    print(f"{'replaced' if known else 'added'} {options.name} in {path}")
-    if scope == "user" and options.name in registered.read("project"):
-        print(f"note: here {registered.file_of('project')} has another {options.name}, which counts", file=sys.stderr)
+    print(f"{'replaced' if known else 'added'} {name} in {path}")
+    found, problems = registered.readable()
+    if found[name] != entry:
+        problems.append(f"here {registered.file_of('project')} has another {name}, which counts")
+    for problem in problems:
+        print(f"note: {problem}", file=sys.stderr)
     return 0
 
 

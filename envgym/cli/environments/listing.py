@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,17 @@ def list_main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.parse_with_words(arguments)
 
     from envgym import registry
+    from envgym.remote.registered import readable
 
+    remote, problems = readable()
+    for problem in problems:
+        print(f"note: {problem}", file=sys.stderr)
     ids = registry.list_ids()
     width = max(map(len, ids), default=0)
     for id in ids:
         try:
-            about = _about_id(id)
+            is_remote = id in remote and not registry.is_installed(id)
+            about = f"remote: {', '.join(remote[id].urls)}" if is_remote else _about_id(id)
         except EnvgymError as error:  # one that cannot be used must not hide the others
             about = f"(cannot be used: {error})"
         print(f"{id:<{width}}  {about}".rstrip())
@@ -61,8 +67,6 @@ def _about_id(id: str) -> str:
     from envgym.loading import load_class
 
     found = registry.find(id)
-    if urls := found.kwargs.get("urls"):
-        return f"remote: {', '.join(urls)}"
     target = found.entry_point
     return _about(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
 
