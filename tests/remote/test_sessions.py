@@ -14,6 +14,7 @@ import pytest
 
 import envgym.registry as registry
 from envgym.episode_record import to_record
+from envgym.errors import CallTimeout
 from envgym.remote.limits import Limits
 from envgym.remote.wire import Group
 from envgym.types import Action, Episode, Outcome, Task
@@ -280,6 +281,23 @@ def test_an_environment_that_takes_longer_than_the_servers_limit_is_a_504(unruly
                 status, problem = await ask(url, method, path, body)
                 assert (status, problem["type"]) == (504, "urn:envgym:problem:environment-timeout")
                 assert "no answer within 0.1 s" in problem["detail"]
+
+    asyncio.run(main())
+
+
+def test_a_step_or_reset_beyond_the_environments_own_limit_is_what_it_is_locally(unruly):
+    async def main() -> None:
+        async with unruly(call_timeout=0.2) as (url, _, local), registry.spec(url) as remote:
+            for spec in (local, remote):
+                env = spec.make()
+                await env.reset(seed=0)
+                with pytest.raises(CallTimeout):
+                    await env.step(Action("take 60"))
+                await env.close()
+            for path, body in (("", opening("t", options={"reset": "wait"})), ("/s/step", step(0, "take 60"))):
+                await ask(url, "POST", "/v1/sessions", opening("s"))
+                status, problem = await ask(url, "POST", f"/v1/sessions{path}", body)
+                assert (status, problem["error"]) == (422, "CallTimeout")
 
     asyncio.run(main())
 

@@ -55,6 +55,8 @@ async def misbehave(how: str) -> None:
             await asyncio.sleep(0)
         case "exit":
             sys.exit(3)
+        case "wait":
+            await asyncio.sleep(60)
         case "raise what has no words":
             raise Nameless
 
@@ -97,7 +99,6 @@ class Odd(TaskSet):
 
     async def get(self, index: int) -> Task:
         await misbehave(self._how)
-        await asyncio.sleep(60)
         raise AssertionError
 
 
