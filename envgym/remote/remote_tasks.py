@@ -45,13 +45,13 @@ class RemoteTasks(TaskSet):
     async def get(self, index: int) -> Task:
         if index < 0 or (self._size is not None and index >= self._size):
             raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
+        in_order = index - 1 in self._wanted or index + 1 in self._wanted
+        self._wanted.append(index)
         number, offset = divmod(index, PAGE)
         if number in self._pages:
             self._pages.move_to_end(number)
             return self._pages[number][offset]
         all_are_kept = self._size is not None and self._size <= PAGE * PAGES
-        in_order = index - 1 in self._wanted or index + 1 in self._wanted
-        self._wanted.append(index)
         if all_are_kept or in_order:
             return (await self._read(number * PAGE, PAGE))[offset]
         return (await self._read(index, 1))[0]

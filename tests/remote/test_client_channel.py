@@ -19,7 +19,7 @@ from envgym.remote.client import RemoteError
 from envgym.types import Action
 
 from .meddling import both_ways, instead, meddling, pump
-from .test_client_faults import STEPS, after, all_played, counted, emptied, failures, roll
+from .test_client_faults import STEPS, counted, emptied, failures, roll
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def over_http(spec) -> bool:
     return all(replica.transport._asking is None for replica in spec.replicas._replicas)
 
 
-def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(start):
-    server, asked = start("GuessSpec"), []
+def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(game):
+    asked = []
 
     async def noted(request, forward):
         asked.append((request.method, request.path))
@@ -48,8 +48,8 @@ def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(start):
         await both_ways(pump(ours, server), pump(server, ours))
 
     async def main() -> None:
-        async with meddling(server.url, noted, carry) as url:
-            assert failures(await roll(registry.spec(url), retries=0)) == {}
+        async with meddling(game.url, noted, carry) as url:
+            assert failures(await roll(registry.spec(url), tasks=2, retries=0)) == {}
         assert asked.count(("channel", "")) == 1
         assert [path for _, path in asked if path.startswith("/v1/sessions")] == []
 
@@ -64,8 +64,8 @@ def test_where_the_websocket_is_refused_every_session_goes_over_http(game, statu
         before = await counted(game.url, "envgym_steps_total")
         async with meddling(game.url, refusing) as url:
             spec = registry.spec(url)
-            assert failures(await roll(spec, tasks=4, retries=0, on_end=lambda: over_http(spec))) == {}
-        assert await counted(game.url, "envgym_steps_total") == before + 16 * STEPS
+            assert failures(await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))) == {}
+        assert await counted(game.url, "envgym_steps_total") == before + 8 * STEPS
 
     asyncio.run(main())
 
@@ -84,7 +84,7 @@ def test_where_the_websocket_hangs_it_is_given_up_once_and_sessions_go_over_http
     async def main() -> None:
         async with meddling(game.url, hanging) as url:
             spec = registry.spec(url)
-            assert failures(await roll(spec, tasks=4, retries=0, on_end=lambda: over_http(spec))) == {}
+            assert failures(await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))) == {}
         assert asked == 1
 
     asyncio.run(main())
@@ -126,9 +126,9 @@ def test_nonsense_over_the_websocket_ends_it_and_sessions_go_on_over_http(game, 
         before = await counted(game.url, "envgym_steps_total")
         async with meddling(game.url, carry=carry) as url:
             spec = registry.spec(url)
-            groups = await roll(spec, tasks=4, retries=0)
+            groups = await roll(spec, tasks=2, retries=0)
         assert failures(groups) == {}
-        assert await counted(game.url, "envgym_steps_total") == before + 16 * STEPS
+        assert await counted(game.url, "envgym_steps_total") == before + 8 * STEPS
 
     asyncio.run(main())
 
@@ -174,7 +174,7 @@ def test_a_server_restarted_while_the_websocket_was_open_costs_its_sessions_and_
 
 
 def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease(start):
-    server = start("GuessSpec", "limit.lease_seconds=0.6", "call_timeout=1")
+    server = start("GuessSpec", "limit.lease_seconds=0.4", "call_timeout=0.6")
 
     async def main() -> None:
         async with registry.spec(server.url, reconnect=0) as spec:
@@ -193,22 +193,6 @@ def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease
             assert (replica.taken, len(replica.leases)) == (0, 0)
             server.process.send_signal(signal.SIGCONT)
             assert await emptied(server.url)
-
-    asyncio.run(main())
-
-
-def test_a_rollout_goes_on_where_the_server_freezes_for_a_while(start):
-    server = start("GuessSpec", "limit.lease_seconds=0.6")
-
-    async def main() -> None:
-        def freeze() -> None:
-            server.process.send_signal(signal.SIGSTOP)
-            asyncio.get_running_loop().call_later(1, server.process.send_signal, signal.SIGCONT)
-
-        groups = await roll(registry.spec(server.url), on_episode=after(6, freeze), tasks=4)
-        assert all_played(groups)
-        assert set(failures(groups)) <= {"connection", "session_lost"}
-        assert await emptied(server.url)
 
     asyncio.run(main())
 

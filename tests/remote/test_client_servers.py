@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,12 +18,19 @@ from envgym.errors import ConfigError
 from envgym.remote import replicas
 from envgym.remote.client import RemoteError
 from envgym.remote.wire import Problem
-from envgym.types import Action
+from envgym.types import Action, Episode, Outcome
 
 from .meddling import instead, meddling
 from .test_client_faults import all_played, counted, emptied, failures, roll
 
 SICK = web.Response(status=500, text="<html>upstream error</html>", content_type="text/html")
+
+
+@pytest.fixture(scope="module")
+def ranked(new_server: Any) -> Iterator[Any]:
+    server = new_server("RankedSpec")
+    yield server
+    assert server.stop() == 0
 
 
 @pytest.fixture
@@ -52,15 +62,15 @@ async def until_played_on(spec: EnvSpec, url: str) -> None:
     raise AssertionError(f"nothing is played on {url}")
 
 
-def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_stayed(start, tried_soon):
-    stays, goes = start("GuessSpec"), start("GuessSpec")
+def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_stayed(game, start, tried_soon):
+    goes = start("GuessSpec")
 
     async def main() -> None:
-        async with registry.spec("game", urls=[goes.url, stays.url], reconnect=0) as spec:
+        async with registry.spec("game", urls=[goes.url, game.url], reconnect=0) as spec:
             assert await played_on(spec) == goes.url
             goes.process.kill()
             goes.process.wait()
-            assert await played_on(spec) == stays.url
+            assert await played_on(spec) == game.url
             assert spec.replicas.down != []
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(goes.url).port}")
             await until_played_on(spec, goes.url)
@@ -69,11 +79,11 @@ def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_sta
     asyncio.run(main())
 
 
-def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_first(start):
-    frozen, well = start("GuessSpec", "limit.lease_seconds=0.6"), start("GuessSpec", "limit.lease_seconds=0.6")
+def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_first(game, start):
+    frozen = start("GuessSpec", "limit.lease_seconds=0.4")
 
     async def main() -> None:
-        async with registry.spec("game", urls=[frozen.url, well.url]) as spec:
+        async with registry.spec("game", urls=[frozen.url, game.url]) as spec:
             first, second = spec.replicas._replicas
             frozen.process.send_signal(signal.SIGSTOP)
             env = spec.make()
@@ -89,7 +99,7 @@ def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_fi
 
 
 def test_a_lease_that_ended_is_renewed_no_more(start):
-    server = start("GuessSpec", "limit.lease_seconds=0.6")
+    server = start("GuessSpec", "limit.lease_seconds=0.4")
 
     async def main() -> None:
         async with registry.spec(server.url) as spec:
@@ -110,22 +120,11 @@ def test_a_lease_that_ended_is_renewed_no_more(start):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        SICK,
-        web.Response(text="{}", content_type="application/json"),
-        problem(500, "internal-error"),
-        problem(504, "environment-timeout"),
-        problem(404, "environment-not-found"),
-    ],
-)
-def test_a_server_that_opens_no_sessions_costs_no_episode_where_there_is_another(game, start, answer):
-    other = start("GuessSpec")
-
+@pytest.mark.parametrize("answer", [SICK, problem(504, "environment-timeout"), problem(404, "environment-not-found")])
+def test_a_server_that_opens_no_sessions_costs_no_episode_where_there_is_another(game, answer):
     async def main() -> None:
         before = await counted(game.url, "envgym_sessions_opened_total")
-        async with meddling(other.url, instead(answer, "/v1/sessions")) as sick:
+        async with meddling(game.url, instead(answer, "/v1/sessions")) as sick:
             assert failures(await roll(registry.spec("game", urls=[sick, game.url]), tasks=4, retries=0)) == {}
             spec = registry.spec(sick)
             groups = await roll(spec, tasks=1, retries=1)
@@ -136,8 +135,8 @@ def test_a_server_that_opens_no_sessions_costs_no_episode_where_there_is_another
     asyncio.run(main())
 
 
-def test_a_server_that_takes_our_token_no_more_is_asked_once(game, start):
-    other, asked = start("GuessSpec"), 0
+def test_a_server_that_takes_our_token_no_more_is_asked_once(game):
+    asked = 0
 
     async def refusing(request, forward):
         nonlocal asked
@@ -148,7 +147,7 @@ def test_a_server_that_takes_our_token_no_more_is_asked_once(game, start):
 
     async def main() -> None:
         nonlocal armed
-        async with meddling(other.url, refusing) as sick, registry.spec("game", urls=[sick, game.url]) as spec:
+        async with meddling(game.url, refusing) as sick, registry.spec("game", urls=[sick, game.url]) as spec:
             armed = True
             with pytest.raises(RemoteError, match="token_file"):
                 await played_on(spec)
@@ -159,18 +158,16 @@ def test_a_server_that_takes_our_token_no_more_is_asked_once(game, start):
     asyncio.run(main())
 
 
-def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(start):
-    servers = [start("GuessSpec"), start("GuessSpec")]
-
+def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(game):
     async def main() -> None:
-        async with registry.spec("game", urls=[server.url for server in servers]) as spec:
+        before = await counted(game.url, "envgym_sessions_opened_total")
+        async with meddling(game.url) as other, registry.spec("game", urls=[game.url, other]) as spec:
             env = spec.make()
             with pytest.raises(RemoteError, match="the dice are gone"):
                 await env.reset(seed=1, options={"refuse": True})
             assert spec.replicas.down == []
             await env.close()
-            opened = [await counted(server.url, "envgym_sessions_opened_total") for server in servers]
-            assert sorted(opened) == [0, 1]
+        assert await counted(game.url, "envgym_sessions_opened_total") == before + 1
 
     asyncio.run(main())
 
@@ -221,12 +218,12 @@ def test_a_server_with_other_tasks_that_answers_late_is_given_nothing(game, star
 
 
 def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start, tried_soon):
-    full, goes = start("GuessSpec", "limit.max_sessions=1"), start("GuessSpec", "limit.max_sessions=4")
-    goes.process.kill()
-    goes.process.wait()
+    full = start("GuessSpec", "limit.max_sessions=1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
 
     async def main() -> None:
-        async with registry.spec("game", urls=[full.url, goes.url]) as spec:
+        async with registry.spec("game", urls=[full.url, f"http://127.0.0.1:{port}"]) as spec:
             envs = [spec.make() for _ in range(5)]
 
             async def begin(env):
@@ -236,7 +233,7 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
             begun = [asyncio.create_task(begin(env)) for env in envs]  # and none of them ends
             await asyncio.sleep(0.1)
             assert [task.done() for task in begun].count(True) <= 1
-            await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={urlsplit(goes.url).port}")
+            await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={port}")
             async with asyncio.timeout(5):
                 await asyncio.gather(*begun)
             assert [replica.taken for replica in spec.replicas._replicas] == [1, 4]
@@ -247,23 +244,6 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
 
 # ---------------------------------------------------------------------------------------------------------
 # What every server can answer: tasks, judgements
-
-
-@pytest.mark.parametrize(
-    "answer", [SICK, web.Response(text="{}", content_type="application/json"), problem(503, "shutting-down")]
-)
-def test_tasks_that_one_server_cannot_send_come_from_another(game, start, answer):
-    other = start("GuessSpec")
-
-    async def main() -> None:
-        async with (
-            meddling(other.url, instead(answer, "/tasks")) as sick,
-            registry.spec("game", urls=[sick, game.url], reconnect=0) as spec,
-        ):
-            assert (await spec.tasks("train").get(0)).id == "t0"
-            assert [str(replica.address) for replica in spec.replicas.down] == [sick]
-
-    asyncio.run(main())
 
 
 def test_tasks_that_a_frozen_server_does_not_send_come_from_another_in_time(game, start):
@@ -300,7 +280,7 @@ def test_a_server_that_is_alone_is_asked_again_for_a_while(game):
     asyncio.run(main())
 
 
-def test_what_the_request_is_to_blame_for_is_asked_once(game, start):
+def test_what_the_request_is_to_blame_for_is_asked_once(game):
     asked = 0
 
     async def refusing(request, forward):
@@ -313,12 +293,76 @@ def test_what_the_request_is_to_blame_for_is_asked_once(game, start):
     async def main() -> None:
         async with (
             meddling(game.url, refusing) as url,
-            meddling(start("GuessSpec").url, refusing) as other,
+            meddling(game.url, refusing) as other,
             registry.spec("game", urls=[url, other]) as spec,
         ):
             with pytest.raises(RemoteError, match="so it is"):
                 await spec.tasks("train").get(0)
             assert (asked, spec.replicas.down) == (1, [])
+
+    asyncio.run(main())
+
+
+GARBAGE = [
+    SICK,
+    web.Response(text="<html>hello</html>", content_type="text/html"),
+    web.Response(text='{"envs": 3, "tasks": [1], "verdicts": "all"}', content_type="application/json"),
+    web.Response(body=b"", content_type="application/json"),
+    web.Response(status=404, body=b"{", content_type="application/problem+json"),
+    problem(503, "shutting-down"),
+]
+
+
+@pytest.mark.parametrize("answer", GARBAGE)
+def test_garbage_costs_nothing_where_another_server_knows(ranked, answer):
+    """Whatever is asked of the sick one: what it serves, tasks, sessions, judgements."""
+
+    async def main() -> None:
+        for what in ("/v1/envs", "/tasks", "/v1/sessions", "/score_group"):
+            async with (
+                meddling(ranked.url, instead(answer, what)) as url,
+                registry.spec("game", urls=[url, ranked.url], reconnect=0) as spec,
+            ):
+                task = await spec.tasks("train").get(0)
+                found_late = what == "/score_group"
+                assert await played_on(spec) == (url if found_late else ranked.url)
+                judged = await spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=2.0)])
+                assert [one.reward for one in judged] == [0.0]
+                assert [str(replica.address) for replica in spec.replicas.down] == [url]
+        assert await counted(ranked.url, "envgym_sessions") == 0
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_alone_is_asked_for_a_judgement_again(ranked):
+    asked = 0
+
+    async def sick_at_first(request, forward):
+        nonlocal asked
+        asked += request.path.endswith("/score_group")
+        return SICK if asked == 1 and request.path.endswith("/score_group") else await forward()
+
+    async def main() -> None:
+        async with meddling(ranked.url, sick_at_first) as url, registry.spec(url) as spec:
+            task = await spec.tasks("train").get(0)
+            assert len(await spec.score_group(task, [Episode("e", task, Outcome.completed(), reward=2.0)])) == 1
+        assert asked == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["/v1/sessions", "/step"])
+def test_a_server_that_keeps_silent_costs_the_episodes_that_are_there_and_no_more(game, what):
+    async def silent(request, forward):
+        if request.path.endswith(what):
+            await asyncio.sleep(60)
+        return await forward()
+
+    async def main() -> None:
+        async with meddling(game.url, silent) as url:
+            groups = await roll(registry.spec("game", urls=[url, game.url], timeout=0.5), tasks=4)
+            assert all_played(groups)
+            assert failures(groups).keys() == {"timeout"}
 
     asyncio.run(main())
 
