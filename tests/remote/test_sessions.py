@@ -343,7 +343,10 @@ def test_a_server_that_is_asked_to_stop_answers_what_it_was_asked_before(unruly,
     asyncio.run(main())
 
 
-def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(start):
+@pytest.mark.parametrize("way", ["http", "channel"])
+def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(start, monkeypatch, way):
+    if way == "http":
+        monkeypatch.setattr("envgym.remote.transport.HttpTransport._channel", no_channel)
     server = start(UNRULY, "limit.drain_seconds=20", "close_seconds=0.2")
 
     async def main() -> None:
@@ -363,3 +366,7 @@ def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(star
 
     asyncio.run(main())
     assert server.process.wait(20) == 0
+
+
+async def no_channel(transport: object) -> None:
+    """What a client has where a proxy before the server lets no WebSocket through."""
