@@ -150,9 +150,9 @@ class ServedEnvSpec(EnvSpec):
         ends, gives_up, pause = now() + config.timeout, 0.0, FIRST_PAUSE
         failed: set[Replica] = set()
         while True:
-            replica = replicas.any_up(failed)
+            replica, began = replicas.any_up(failed), now()
             others = replicas.others(replica, failed)
-            seconds, patience = ends - now(), config.reconnect
+            seconds, patience = ends - began, gives_up - began if gives_up else config.reconnect
             if others:  # one that says nothing leaves them time
                 seconds, patience = seconds / 2, 0.0
             try:
@@ -163,10 +163,12 @@ class ServedEnvSpec(EnvSpec):
                     raise  # it is the request that is wrong
                 replica.is_down()
                 failed.add(replica)
-                if others:
+                if not others:
+                    since = began if error.kind == "connection" else now()  # that was tried again already
+                    gives_up = gives_up or min(ends, since + config.reconnect)
+                if replicas.any_up(failed) not in failed:
                     continue
-                gives_up = gives_up or min(ends, now() + config.reconnect)
-                if not error.retryable or error.kind == "connection" or now() + pause >= gives_up:
+                if not error.retryable or now() + pause >= gives_up:
                     raise
             else:
                 replica.is_up()
@@ -361,7 +363,7 @@ class RemoteEnv(CheckedEnv):
             place.leases.renew(session)
         return answer
 
-    async def close(self) -> None:
+    async def _close_instance(self) -> None:
         try:
             await self._end_session()
         finally:

@@ -201,7 +201,8 @@ def test_the_deadline_of_a_remote_environments_calls_is_called_timeout():
     with pytest.raises(ConfigError, match=r"call_timeout.*timeout bounds a reset or a step") as raised:
         registry.spec("http://127.0.0.1:1", call_timeout=5)
     assert "\n" not in str(raised.value)
-    assert registry.spec("http://127.0.0.1:1", timeout=5).config.timeout == 5
+    saved = registry.spec("http://127.0.0.1:1", timeout=5).config.model_dump()
+    assert registry.spec("http://127.0.0.1:1", **saved).config.timeout == 5
 
 
 def finished(number: int, task: Task) -> Episode:
