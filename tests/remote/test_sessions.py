@@ -7,6 +7,8 @@ import contextlib
 import json
 import signal
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,7 @@ from envgym.remote.limits import Limits
 from envgym.remote.wire import Group
 from envgym.types import Action, Episode, Outcome, Task
 
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
 UNRULY = "unruly.py:UnrulySpec"
 FAULTS = [
     ("cancel a task of its own", "CancelledError"),
@@ -79,33 +82,31 @@ async def until_closed(url: str, by: str, count: int) -> None:
 # What an environment raises
 
 
-@pytest.mark.parametrize("way", ["http", "batch", "channel"])
-def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_lives_on(start, channel, way):
+def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_lives_on(start, channel):
     server = start(UNRULY, "close=cancel a task of its own")
 
-    async def main() -> None:
-        async with channel(server.url) as asking:
-            by_way = {"http": ask, "batch": ask_in_a_batch, "channel": lambda _, *request: asking.ask(*request)}
-
-            async def asked(method: str, path: str, body: Any = None) -> tuple[int, Any]:
-                async with asyncio.timeout(5):
-                    return await by_way[way](server.url, method, path, body)
-
-            for how, kind in FAULTS:
-                status, problem = await asked("POST", "/v1/sessions", opening("bad", options={"reset": how}))
+    async def play(asked: Ask) -> None:
+        for how, kind in FAULTS:
+            status, problem = await asked("POST", "/v1/sessions", opening("bad", options={"reset": how}))
+            assert (status, problem["error"]) == (422, kind)
+            assert (await asked("POST", "/v1/sessions", opening("good")))[0] == 200
+            for number in range(2):
+                status, problem = await asked("POST", "/v1/sessions/good/step", step(number, how))
                 assert (status, problem["error"]) == (422, kind)
-                assert (await asked("POST", "/v1/sessions", opening("good")))[0] == 200
-                for number in range(2):
-                    status, problem = await asked("POST", "/v1/sessions/good/step", step(number, how))
-                    assert (status, problem["error"]) == (422, kind)
-                    # Asked again it is the same answer, and no other step.
-                    assert await asked("POST", "/v1/sessions/good/step", step(number, how)) == (status, problem)
-                status, stepped = await asked("POST", "/v1/sessions/good/step", step(2, "on"))
-                assert (status, stepped["info"]) == (200, {"steps": 3})
-                for session in ("bad", "good"):
-                    assert (await asked("DELETE", f"/v1/sessions/{session}"))[0] == 204
-            assert 'envgym_sessions{env="game"} 0' in (await ask(server.url, "GET", "/metrics"))[1]
-            assert (await asked("POST", "/v1/sessions", opening("last")))[0] == 200  # closed as the server ends
+                # Asked again it is the same answer, and no other step.
+                assert await asked("POST", "/v1/sessions/good/step", step(number, how)) == (status, problem)
+            status, stepped = await asked("POST", "/v1/sessions/good/step", step(2, "on"))
+            assert (status, stepped["info"]) == (200, {"steps": 3})
+            for session in ("bad", "good"):
+                assert (await asked("DELETE", f"/v1/sessions/{session}"))[0] == 204
+        assert 'envgym_sessions{env="game"} 0' in (await ask(server.url, "GET", "/metrics"))[1]
+
+    async def main() -> None:
+        async with channel(server.url) as asking, asyncio.timeout(30):
+            await play(partial(ask, server.url))
+            await play(partial(ask_in_a_batch, server.url))
+            await play(asking.ask)
+            assert (await asking.ask("POST", "/v1/sessions", opening("last")))[0] == 200  # closed as the server ends
 
     asyncio.run(main())
     assert server.stop() == 0
@@ -113,33 +114,31 @@ def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_li
 
 
 @pytest.mark.parametrize(("how", "kind"), FAULTS)
-def test_what_tasks_and_judges_raise_is_no_end_of_the_server_either(start, channel, how, kind):
-    server = start(UNRULY, f"page={how}", f"judge={how}", f"describe={how}")
-
+def test_what_tasks_and_judges_raise_is_no_end_of_the_server_either(unruly, channel, how, kind):
     async def main() -> None:
-        async with channel(server.url) as asking, asyncio.timeout(10):
-            for method, path, body in (
+        async with (
+            unruly(page=how, judge=how, describe=how) as (url, _, _),
+            channel(url) as asking,
+            asyncio.timeout(10),
+        ):
+            for asked in (
                 ("GET", "/v1/envs/game/tasks?split=train&count=1", None),
                 ("POST", "/v1/envs/game/score_group", group()),
             ):
                 for _ in range(2):
-                    for status, problem in (
-                        await ask(server.url, method, path, body),
-                        await asking.ask(method, path, body),
-                    ):
+                    for status, problem in (await ask(url, *asked), await asking.ask(*asked)):
                         assert (status, problem["error"]) == (422, kind)
-            status, said = await ask(server.url, "GET", "/v1/envs/game")
+            status, said = await ask(url, "GET", "/v1/envs/game")
             assert (status, said["splits"]["train"]["size"]) == (200, 1)
             split = {"exit": "SystemExit: 3", "raise what has no words": "Nameless: a Nameless that cannot be printed"}
             assert said["splits"]["test"]["error"] == split.get(how)
 
     asyncio.run(main())
-    assert server.stop() == 0
 
 
 def test_the_reaper_outlives_what_environments_raise_when_they_are_closed(unruly):
     async def main(how: str) -> None:
-        async with unruly(Limits(lease_seconds=0.2), close=how) as (url, application, _):
+        async with unruly(Limits(lease_seconds=0.1), close=how) as (url, application, _):
             for number in (1, 2):  # the second finds the reaper at work still
                 assert (await ask(url, "POST", "/v1/sessions", opening(f"s{number}")))[0] == 200
                 await until_closed(url, "lease", number)
@@ -213,22 +212,22 @@ def test_a_group_is_judged_once_however_many_are_judged_at_once(unruly):
 # Time and room
 
 
-def test_a_server_that_stood_still_reads_the_heartbeats_that_wait_before_it_closes_sessions(start):
+def test_a_server_that_stood_still_reads_the_heartbeats_that_wait_before_it_closes_sessions(start, channel):
     server = start(UNRULY, "limit.lease_seconds=0.6")
 
     async def main() -> None:
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession() as http, channel(server.url) as asking:
             for number in range(3):
                 assert (await ask(server.url, "POST", "/v1/sessions", opening(f"s{number}")))[0] == 200
             async with http.get(f"{server.url}/livez"):
                 pass  # a connection, over which the next request is sent though nobody reads it
             server.process.send_signal(signal.SIGSTOP)
-            beat = asyncio.create_task(
-                _post(http, f"{server.url}/v1/sessions/heartbeat", {"session_ids": ["s0", "s1"]})
-            )
+            await asking.send("POST", "/v1/sessions/heartbeat", {"session_ids": ["s0"]})
+            beat = asyncio.create_task(_post(http, f"{server.url}/v1/sessions/heartbeat", {"session_ids": ["s1"]}))
             await asyncio.sleep(0.9)
             server.process.send_signal(signal.SIGCONT)
-            assert await beat == {"alive": ["s0", "s1"]}
+            assert (await asking.hear())[2] == {"alive": ["s0"]}
+            assert await beat == {"alive": ["s1"]}
             await until_closed(server.url, "lease", 1)
             assert (await ask(server.url, "POST", "/v1/sessions/s0/step", step(0, "on")))[0] == 200
 
