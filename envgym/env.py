@@ -269,6 +269,9 @@ class CheckedEnv(Env):
     `async with env:` closes it on every way out.
     """
 
+    owns_spec = False
+    """Whether nobody else uses the spec, which is then closed with the instance."""
+
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self.env = env
         self.spec = spec
@@ -328,6 +331,13 @@ class CheckedEnv(Env):
 
     async def close(self) -> None:
         self._playing = False
+        try:
+            await self._close_instance()
+        finally:
+            if self.owns_spec:
+                await self.spec.close()
+
+    async def _close_instance(self) -> None:
         try:
             if self._thread is not None and self._thread.busy:
                 # A call that hung is still on the thread; should it ever return, the instance is closed there.

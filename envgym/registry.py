@@ -119,8 +119,11 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
 
 
 def make(name: str, /, **kwargs: Any) -> CheckedEnv:
-    """A new instance of the environment that `name` stands for; see `spec`."""
-    return spec(name, **kwargs).make()
+    """A new instance of the environment that `name` stands for; see `spec`. Its `close` closes the spec too, which was
+    made for it alone: use `spec` where several instances are to share one."""
+    env = spec(name, **kwargs).make()
+    env.owns_spec = True
+    return env
 
 
 def spec_from_json(text: str) -> EnvSpec:

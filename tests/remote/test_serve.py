@@ -246,3 +246,17 @@ def test_options_that_cannot_be_meant_are_one_line(given, said, capsys, tmp_path
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_what_was_made_closes_its_connections_and_what_is_shared_leaves_them(game):
+    async def main() -> None:
+        async with registry.make(game.url) as env:
+            await env.reset(seed=1)
+            assert list(env.spec._replicas)
+        assert not list(env.spec._replicas)
+        async with registry.spec(game.url) as spec:
+            async with spec.make() as env:
+                await env.reset(seed=1)
+            assert list(spec._replicas)
+
+    asyncio.run(main())
