@@ -162,10 +162,14 @@ def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(ga
     async def main() -> None:
         before = await counted(game.url, "envgym_sessions_opened_total")
         async with meddling(game.url) as other, registry.spec("game", urls=[game.url, other]) as spec:
+            first = spec.replicas._replicas[0]
+            first.is_down()
+            first.try_after(0)
             env = spec.make()
             with pytest.raises(RemoteError, match="the dice are gone"):
                 await env.reset(seed=1, options={"refuse": True})
-            assert spec.replicas.down == []
+            assert env._place is first
+            assert spec.replicas.down == []  # it answered, after all
             await env.close()
         assert await counted(game.url, "envgym_sessions_opened_total") == before + 1
 
@@ -190,6 +194,24 @@ def test_a_server_that_came_back_with_other_tasks_is_refused_however_often_it_is
                 await env.close()
                 with pytest.raises(RemoteError, match="serves other tasks"):
                     await spec.tasks("train").get(120)
+
+    asyncio.run(main())
+
+
+def test_in_another_event_loop_the_tasks_must_be_the_same_too(start):
+    server = start("GuessSpec")
+
+    async def elsewhere(spec: EnvSpec) -> None:
+        with pytest.raises(RemoteError, match="serves other tasks"):
+            await played_on(spec)
+        await spec.teardown()  # what this loop has
+
+    async def main() -> None:
+        async with registry.spec(server.url) as spec:
+            server.process.kill()
+            server.process.wait()
+            await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", "n=3")
+            await asyncio.to_thread(asyncio.run, elsewhere(spec))
 
     asyncio.run(main())
 
