@@ -131,7 +131,7 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
 
 
 def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game, tmp_path):
-    assert run("add", "numbers", f"{game.url}/game")[0] == 0
+    registered.add("user", "numbers", registered.Registered(urls=(f"{game.url}/game",)))
     Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
     status, out, err = run("list")
     assert status == 0
@@ -154,7 +154,7 @@ def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game
 
 
 def test_a_name_has_either_versions_or_none(game):
-    assert run("add", "far", f"{game.url}/game")[0] == 0
+    registered.add("user", "far", registered.Registered(urls=(f"{game.url}/game",)))
     status, _, err = run("add", "far-v2", f"{game.url}/game", "--project")
     assert (status, "beside 'far': give all of a name's ids a version, or none" in err) == (2, True)
     entries = {"far-v2": {"urls": ["http://127.0.0.1:1/x"]}, "far": {"urls": ["http://127.0.0.1:2/x"]}}
@@ -218,10 +218,10 @@ def test_entries_without_lines_of_their_own_are_written_anew_as_they_are():
 def test_names_that_are_added_at_once_are_all_there():
     code = (
         "import sys; from envgym.remote import registered as r\n"
-        "for n in range(20): r.add('user', f'{sys.argv[1]}{n}', r.Registered(urls=('http://127.0.0.1:1/x',)))"
+        "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.Registered(urls=('http://127.0.0.1:1/x',)))"
     )
-    children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "abc"]
-    assert [child.wait(60) for child in children] == [0, 0, 0]
+    children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "ab"]
+    assert [child.wait(60) for child in children] == [0, 0]
     assert len(registered.read("user")) == 60
 
 

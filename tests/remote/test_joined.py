@@ -431,12 +431,12 @@ def test_a_large_body_takes_its_time_and_holds_nobody_up(port, monkeypatch):
         async with (
             slow(port, 6_000_000) as outside,
             serving(outside),
-            spec_at(port, reconnect=1.0) as spec,
+            spec_at(port, reconnect=1.0, timeout=15.0) as spec,
         ):
             large, small = spec.make(), spec.make()
             for env in (large, small):
                 await env.reset(seed=1)
-            text = "x" * 8_000_000
+            text = "x" * 5_000_000
             sending = asyncio.create_task(large.step(Action(text)))
             await asyncio.sleep(0)
             for _ in range(2):
