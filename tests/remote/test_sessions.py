@@ -102,7 +102,7 @@ def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_li
         assert 'envgym_sessions{env="game"} 0' in (await ask(server.url, "GET", "/metrics"))[1]
 
     async def main() -> None:
-        async with channel(server.url) as asking, asyncio.timeout(30):
+        async with channel(server.url) as asking, asyncio.timeout(60):
             await play(partial(ask, server.url))
             await play(partial(ask_in_a_batch, server.url))
             await play(asking.ask)
