@@ -66,7 +66,6 @@ class Replica:
         self.description = found
         self.leases.seconds = served.lease_seconds
         self.room = self.stated_room = min(served.max_sessions, found.concurrency or served.max_sessions)
-        self.on_room()
         return found
 
     def _described(self, asking: asyncio.Task[EnvDescription]) -> None:
