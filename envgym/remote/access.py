@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from envgym.errors import ConfigError
 
 from .tokens import read_token
+
+DIAL_SECONDS = 10.0
+"""How long a connection may take to be made."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +68,27 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
             if server.startswith("http://") and not _is_loopback(urlsplit(server).hostname or ""):
                 logger.warning("%s is asked without TLS: the token can be read on the way", server)
     return Access(headers, True if ca_file is None else _trusting(ca_file.expanduser()))
+
+
+def unreachable(url: str, error: Exception) -> str:
+    """Why no connection to `url` came about, and what to do."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        failed = error.certificate_error
+        said = str(getattr(failed, "verify_message", failed)).rstrip(".")
+        if "mismatch" in said or "not valid for" in said:
+            return f"its certificate is for another name ({said}); use a name that it has"
+        return f"its certificate is not trusted here ({said}); the setting ca_file, or --ca-file, names one that is"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"the TLS connection failed ({cause}); is it https?"
+    if isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"the host name {urlsplit(url).hostname!r} is not known; check the address"
+    if isinstance(cause, ConnectionRefusedError):
+        return "nothing answers there (connection refused); start it there, or check the address"
+    if isinstance(error, aiohttp.ServerTimeoutError):
+        return f"no connection within {DIAL_SECONDS:g} s; check the address, and that it can be reached from here"
+    what = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
+    return what + (", is it https?" if isinstance(error, aiohttp.ServerDisconnectedError) else "")
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

@@ -53,6 +53,12 @@ class Hello(Wire):
     leaving: bool = False
 
 
+class Notice(Wire):
+    """What the trainer has to say to whoever runs a server, as a text message: why it plays nothing there, say."""
+
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a server answered, or whoever stands before it. `retry_after` are seconds."""

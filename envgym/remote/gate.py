@@ -21,7 +21,7 @@ from envgym.listening import listen
 
 from .application import refuse_web_pages
 from .connections import Connections, problem_response
-from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method, Notice
 from .links import Asking
 from .server import tls_context
 from .tokens import ANYONE, Client, Tokens
@@ -74,6 +74,12 @@ class Member:
         if self._asking is None:
             raise ConnectionError("it is not connected")
         return await self._asking.ask(method, target, body)
+
+    async def notify(self, text: str) -> None:
+        """Tell whoever runs the server, if it is there."""
+        if self._socket is not None:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+                await self._socket.send_str(Notice(text=text).model_dump_json())
 
     async def listen(self, link: web.WebSocketResponse, request: web.BaseRequest) -> None:
         """Hand on the answers that come over a connection, the newest this server has made, until it ends."""
@@ -223,7 +229,9 @@ class Gate:
                 refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
             else:
                 client = self._tokens.client(request.headers.get("Authorization"))
-            link = web.WebSocketResponse(heartbeat=PING_SECONDS, timeout=CLOSE_SECONDS, max_msg_size=MAX_MESSAGE)
+            link = web.WebSocketResponse(
+                heartbeat=PING_SECONDS, timeout=CLOSE_SECONDS, max_msg_size=MAX_MESSAGE, compress=False
+            )
             if not request.rel_url.path.endswith(JOIN_PATH) or not link.can_prepare(request):
                 raise Problem(404, "not-found", f"environments join here: envgym serve E --join URL ({JOIN_PATH})")
         except Problem as problem:

@@ -67,10 +67,11 @@ class JoinedEnvSpec(ServedEnvSpec):
         try:
             await replicas.listen(self._host, self._port, config.token_file, config.tls_cert, config.tls_key)
             if not replicas.anyone:
-                scheme = "http" if config.tls_cert is None else "https"
+                scheme, more = ("http", "") if config.tls_cert is None else ("https", " --ca-file CERTIFICATE")
+                more = more if config.token_file is None else f" --token-file F{more}"
                 logger.warning(
-                    "%s: waiting for a server; start one: envgym serve E --join %s://THIS_MACHINE:%d",
-                    self.id, scheme, self._port,
+                    "%s: waiting for a server; start one: envgym serve E --join %s://THIS_MACHINE:%d%s",
+                    self.id, scheme, self._port, more,
                 )  # fmt: skip
             await replicas.ready()
             self._description = replicas.description
@@ -230,6 +231,7 @@ class JoinedReplicas(Replicas):
                 check_same(self.description, found, replica.address)
         except EnvgymError as error:
             logger.warning("%s joined and is left out: %s", member.label, error)
+            await member.notify(f"this server is left out of {self._what}: {error}")
             await replica.close()
             return
         except BaseException:

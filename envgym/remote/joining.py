@@ -19,9 +19,9 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.services import start_services
 
-from .access import Access, access
+from .access import DIAL_SECONDS, Access, access, unreachable
 from .application import Application
-from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Hello
+from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Hello, Notice
 from .limits import Limits
 from .server import check_name, check_servable, stop_signals
 from .tokens import Client
@@ -29,7 +29,6 @@ from .transport import FIRST_PAUSE
 
 LONGEST_PAUSE = 15.0
 """Seconds between two tries to reach the trainer, at most: it may be started long after the server."""
-CONNECT_SECONDS = 10.0
 TRAINER = Client("trainer")
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class Joining:
         pause, said = FIRST_PAUSE, ""
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._shown.tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=DIAL_SECONDS),
             headers=self._shown.headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as http:
@@ -130,12 +129,11 @@ class Joining:
                             f"{self._url} refuses this server ({error.status}): it asks for a token that it knows "
                             "(--token-file F)"
                         ) from None
-                    joined, why = (
-                        False,
-                        f"there is nothing that servers can join (status {error.status})",
-                    )
+                    joined, why = False, f"there is nothing that servers can join (status {error.status})"
+                except aiohttp.ClientConnectorCertificateError as error:
+                    raise ConfigError(f"{self._url}: {unreachable(self._url, error)}") from None
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    joined, why = False, str(error) or type(error).__name__
+                    joined, why = False, unreachable(self._url, error)
                 if joined:
                     pause, said = FIRST_PAUSE, ""
                 if why != said:
@@ -154,7 +152,7 @@ class Joining:
     async def _join(self, http: aiohttp.ClientSession) -> bool:
         """Answer requests over one connection until it ends. Returns whether the trainer took this server."""
         async with (
-            asyncio.timeout(CONNECT_SECONDS + HELLO_SECONDS) as deadline,
+            asyncio.timeout(DIAL_SECONDS + HELLO_SECONDS) as deadline,
             http.ws_connect(
                 self._url + JOIN_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE, autoclose=True
             ) as link,
@@ -167,16 +165,20 @@ class Joining:
                     raise ConfigError(f"{self._url} refuses this server: {first.extra or 'it does not say why'}")
                 return False
             self._socket = link
-            logger.info("joined %s", self._url)
             if self._on_joined is not None:
                 self._on_joined()
                 self._on_joined = None
+            else:
+                logger.warning("%s: joined again", self._url)
             try:
                 async with self._application.answering(link, TRAINER) as answering:
-                    await answering.run()
+                    await answering.run(self._told)
             except ValueError:
                 logger.warning("%s sent a request that is none", self._url)
                 await link.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
             finally:
                 self._socket = None
             return True
+
+    def _told(self, message: str) -> None:
+        logger.warning("%s: %s", self._url, Notice.model_validate_json(message, strict=True).text)

@@ -171,9 +171,13 @@ class Answering:
         self._outbox = _Outbox(socket, ANSWERS, lambda: None)
         self._pieces = Pieces()
 
-    async def run(self) -> None:
-        """Answer until the connection ends, or says what is no request (`ValueError`)."""
+    async def run(self, on_text: Callable[[str], None] | None = None) -> None:
+        """Answer until the connection ends, or says what is no request (`ValueError`). Text messages are for
+        `on_text`."""
         async for message in self._socket:
+            if message.type is aiohttp.WSMsgType.TEXT and on_text is not None:
+                on_text(message.data)
+                continue
             if message.type is not aiohttp.WSMsgType.BINARY:
                 return
             asked: bytes = message.data

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -26,7 +24,7 @@ from envgym.errors import (
     ResetNeeded,
 )
 
-from .access import Access
+from .access import DIAL_SECONDS, Access, unreachable
 from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method
 from .links import Asking
 from .wire import MAX_BODY, ProblemBody
@@ -34,7 +32,6 @@ from .wire import MAX_BODY, ProblemBody
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
-CONNECT_SECONDS = 10.0
 NO_CHANNEL_SECONDS = 60.0
 """After so long a server that took no WebSocket is tried with one again."""
 
@@ -208,7 +205,7 @@ class HttpTransport(Transport):
         # No limit: each running episode has at most one request in flight, and none should wait for another's step.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=DIAL_SECONDS),
             headers={"Content-Type": "application/json", **access.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
@@ -271,7 +268,7 @@ class HttpTransport(Transport):
 
     async def _dial(self) -> Asking | None:
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(DIAL_SECONDS):
                 socket = await self._session.ws_connect(
                     self.url + CHANNEL_PATH, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
@@ -283,7 +280,7 @@ class HttpTransport(Transport):
         except (aiohttp.ClientError, ConnectionError) as error:
             raise self._unreachable(error) from None
         except TimeoutError:
-            self._without_channel(f"no answer within {CONNECT_SECONDS:g} s")
+            self._without_channel(f"no answer within {DIAL_SECONDS:g} s")
             return None
         asking = self._asking = Asking(socket)
         self._listening = asyncio.create_task(self._listen(socket, asking))
@@ -324,21 +321,7 @@ class HttpTransport(Transport):
                 task.cancel()
 
     def _unreachable(self, error: Exception) -> RemoteError:
-        address = urlsplit(self.url)
-        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
-            what = f"the TLS connection failed ({cause}); is it https, and is the certificate known (ca_file)?"
-        elif isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):
-            what = f"the host name {address.hostname!r} is not known; check the address"
-        elif isinstance(cause, ConnectionRefusedError):
-            what = "nothing answers there (connection refused); start `envgym serve` there, or check the address"
-        elif isinstance(error, aiohttp.ServerTimeoutError):
-            what = (
-                f"no connection within {CONNECT_SECONDS:g} s; check the address, and that it can be reached from here"
-            )
-        else:
-            what = f"the connection failed ({str(error) or type(error).__name__}); check the server and the address"
-        return RemoteError("connection", f"{self.url}: {what}", retryable=True)
+        return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}", retryable=True)
 
 
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
@@ -358,7 +341,7 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
         case "internal-error" | "too-slow" | "environment-not-found":  # it said that it serves it
             return RemoteError("server", what, retryable=True)
         case "unauthorized":
-            return RemoteError("refused", f"{what} (token_file names the file that holds it)", retryable=False)
+            return RemoteError("refused", f"{what} (the setting token_file, or --token-file, names the file that holds it)", retryable=False)
     return RemoteError("refused", what, retryable=False)
 
 

@@ -15,10 +15,10 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.remote import client, transport
-from envgym.remote.client import RemoteError
+from envgym.remote.client import RemoteError, ServedEnvSpec
 from envgym.types import Action
 
-from .meddling import both_ways, instead, meddling, pump
+from .meddling import both_ways, meddling, pump
 from .test_client_faults import STEPS, counted, emptied, failures, roll
 
 
@@ -32,8 +32,9 @@ def nothing_left(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecor
     assert [record.getMessage() for record in caplog.get_records("call") if record.name == "asyncio"] == []
 
 
-def over_http(spec) -> bool:
-    return all(replica.transport._asking is None for replica in spec.replicas._replicas)
+def over_http(spec: ServedEnvSpec) -> bool:
+    channels = [replica.transport._asking for replica in spec.replicas._replicas]
+    return not any(channel is not None and channel.is_open for channel in channels)
 
 
 def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(game):
@@ -58,7 +59,14 @@ def test_sessions_share_a_websocket_and_no_step_is_a_request_of_its_own(game):
 
 @pytest.mark.parametrize("status", [400, 404, 502])
 def test_where_the_websocket_is_refused_every_session_goes_over_http(game, status):
-    refusing = instead(web.Response(status=status, text="no"), "/v1/channel")
+    asked = 0
+
+    async def refusing(request, forward):
+        nonlocal asked
+        if request.path != "/v1/channel":
+            return await forward()
+        asked += 1
+        return web.Response(status=status, text="no")
 
     async def main() -> None:
         before = await counted(game.url, "envgym_steps_total")
@@ -66,12 +74,13 @@ def test_where_the_websocket_is_refused_every_session_goes_over_http(game, statu
             spec = registry.spec(url)
             assert failures(await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))) == {}
         assert await counted(game.url, "envgym_steps_total") == before + 8 * STEPS
+        assert asked == 1
 
     asyncio.run(main())
 
 
 def test_where_the_websocket_hangs_it_is_given_up_once_and_sessions_go_over_http(game, monkeypatch):
-    monkeypatch.setattr(transport, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(transport, "DIAL_SECONDS", 0.5)
     asked = 0
 
     async def hanging(request, forward):
@@ -116,7 +125,7 @@ def test_a_websocket_that_is_cut_in_mid_step_is_made_again_and_the_step_asked_fo
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("nonsense", [b"nonsense", b'[[0,200,"x",9]]\nshort', "text", b"x" * 2**27])
+@pytest.mark.parametrize("nonsense", [b"nonsense", b'[[0,200,"x",9]]\nshort', "text"])
 def test_nonsense_over_the_websocket_ends_it_and_sessions_go_on_over_http(game, nonsense):
     async def carry(ours, server):
         spoilt = itertools.chain([None, None, None], itertools.repeat(nonsense))
@@ -126,9 +135,19 @@ def test_nonsense_over_the_websocket_ends_it_and_sessions_go_on_over_http(game, 
         before = await counted(game.url, "envgym_steps_total")
         async with meddling(game.url, carry=carry) as url:
             spec = registry.spec(url)
-            groups = await roll(spec, tasks=2, retries=0)
+            groups = await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))
         assert failures(groups) == {}
         assert await counted(game.url, "envgym_steps_total") == before + 8 * STEPS
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_too_large_is_not_read(game, monkeypatch):
+    monkeypatch.setattr(transport, "MAX_MESSAGE", 100)
+
+    async def main() -> None:
+        spec = registry.spec(game.url)
+        assert failures(await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))) == {}
 
     asyncio.run(main())
 

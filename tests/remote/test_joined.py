@@ -209,6 +209,7 @@ def test_a_connection_that_drops_costs_nothing(join, port):
             assert cuts[0] >= 5
             assert spec.counters.retries >= 5
         assert server.episodes == 32
+        assert "joined again" in server.log.read_text()
 
     asyncio.run(main())
 
@@ -327,8 +328,7 @@ def test_other_tasks_under_the_same_name_are_left_out_and_two_names_share_an_add
         async with spec_at(port) as spec, registry.spec(f"joined://127.0.0.1:{port}", wait=20.0) as again:
             assert again.description == spec.description
             other = join(port, "env.n=3")
-            assert await asyncio.to_thread(other.says, "serving")
-            await asyncio.sleep(0.5)
+            assert await asyncio.to_thread(other.says, f"this server is left out of joined://127.0.0.1:{port}")
             assert len(spec.replicas._replicas) == 1
             groups = await roll(again, tasks=2, retries=0)
             assert failures(groups) == {}
@@ -471,6 +471,28 @@ def test_one_closes_while_another_opens_at_the_same_address(port):
                 env = second.make()
                 await env.reset(seed=1)
                 await env.close()
+
+    asyncio.run(main())
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_server(port, tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+
+    async def main() -> None:
+        served = {"game": registry.spec(f"{GAME}:GuessSpec")}
+        spec = spec_at(port, tls_cert=str(cert), tls_key=str(key))
+        listening = asyncio.create_task(spec.ensure_setup())
+        await asyncio.sleep(0.1)
+        with pytest.raises(ConfigError, match=r"its certificate is not trusted here .* --ca-file"):
+            await serve_joined(served, f"https://127.0.0.1:{port}", on_joined=print)
+        listening.cancel()
+        await asyncio.wait([listening])
+        await spec.close()
 
     asyncio.run(main())
 
