@@ -216,12 +216,14 @@ def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease
     asyncio.run(main())
 
 
-def test_what_waits_for_the_websocket_may_give_up(game, monkeypatch):
+def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(game, monkeypatch):
     monkeypatch.setattr(client, "CLOSE_SECONDS", 0.2)
+    given_up = asyncio.Event()
 
     async def hanging(request, forward):
         if request.path == "/v1/channel":
-            await asyncio.sleep(60)
+            await given_up.wait()
+            request.transport.abort()
         return await forward()
 
     async def main() -> None:
@@ -231,5 +233,10 @@ def test_what_waits_for_the_websocket_may_give_up(game, monkeypatch):
                 async with asyncio.timeout(0.2):
                     await env.reset(seed=1)
             await env.close()
+            [replica] = spec.replicas._replicas
+            dialling = replica.transport._dialling
+            assert dialling is not None
+            given_up.set()
+            await asyncio.wait([dialling])
 
     asyncio.run(main())
