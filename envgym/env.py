@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import math
 import numbers
@@ -219,6 +220,11 @@ class EnvSpec:
         one that gets no reward, an exception (`InvalidOutcome`) for one that could not be judged. Else None."""
         return None
 
+    @property
+    def about(self) -> str:
+        """What it is, in the first words of its author."""
+        return first_words(self._env_class if type(self) is EnvSpec and self._env_class else type(self))
+
     # -- making instances ---------------------------------------------------------------------------------
 
     def make(self) -> CheckedEnv:
@@ -315,6 +321,7 @@ class CheckedEnv(Env):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
+        check_action(action)
         result = await self._call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
@@ -384,6 +391,19 @@ class CheckedEnv(Env):
             return as_observation(value)
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+
+
+def check_action(action: object) -> None:
+    """Raise `TypeError` for what is no action."""
+    if not isinstance(action, Action):
+        raise TypeError(f"step takes an envgym.Action, not {action!r:.80}")
+
+
+def first_words(cls: type) -> str:
+    """The first line of the docstring that an environment's author wrote, not of a class of ours above it."""
+    classes = (getattr(cls, "env_class", None), cls)
+    docs = (vars(one).get("__doc__") for one in classes if one is not None)
+    return next((inspect.cleandoc(doc).partition("\n")[0] for doc in docs if doc), "")
 
 
 def checked_numbers(reward: Any, info: Info) -> float | None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, Field, field_validator
 
 from envgym.deadline import standing_still
-from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, checked_numbers
+from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, check_action, checked_numbers
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.types import Action, Episode, Judgement, Observation, Task
@@ -91,6 +91,10 @@ class ServedEnvSpec(EnvSpec):
     def replicas(self) -> Replicas:
         """The servers, from this event loop."""
 
+    @property
+    def about(self) -> str:
+        return "" if self._description is None else self._description.about
+
     def fingerprint(self) -> dict[str, str]:
         """That of the environment where it is served, once it is known."""
         return super().fingerprint() if self._description is None else dict(self._description.fingerprint)
@@ -149,6 +153,7 @@ class ServedEnvSpec(EnvSpec):
             raise RemoteError("refused", what, retryable=False)
         ends, gives_up, pause = now() + config.timeout, 0.0, FIRST_PAUSE
         failed: set[Replica] = set()
+        may_pass = False
         while True:
             replica, began = replicas.any_up(failed), now()
             others = replicas.others(replica, failed)
@@ -163,12 +168,13 @@ class ServedEnvSpec(EnvSpec):
                     raise  # it is the request that is wrong
                 replica.is_down()
                 failed.add(replica)
+                may_pass |= error.retryable
                 if not others:
                     since = began if error.kind == "connection" else now()  # that was tried again already
                     gives_up = gives_up or min(ends, since + config.reconnect)
                 if replicas.any_up(failed) not in failed:
                     continue
-                if not error.retryable or now() + pause >= gives_up:
+                if not may_pass or now() + pause >= gives_up:
                     raise
             else:
                 replica.is_up()
@@ -327,6 +333,7 @@ class RemoteEnv(CheckedEnv):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._session is None:
             raise ResetNeeded(f"{self.spec.id}: call reset before step")
+        check_action(action)
         step = encode(Step(step_id=self._next_step, action=action))
         self._next_step += 1  # only now: what cannot be sent is no step
         path = f"/v1/sessions/{self._session}/step"

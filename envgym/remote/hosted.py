@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from envgym.env import EnvSpec
 from envgym.episode_record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
+from envgym.loading import names_file
 from envgym.rollout import as_judgement
 from envgym.types import Episode
 
@@ -42,7 +43,8 @@ class Hosted:
         parts = self.spec.parts()
         return EnvDescription(
             name=self.name,
-            id=self.spec.id,
+            id=_without_folder(self.spec.id),
+            about=_sendable(self.spec.about),
             agent=self.spec.agent,
             splits={split: self._split(split) for split in SPLITS},
             services={name: type(service).__name__ for name, service in self.spec.services.items()},
@@ -169,6 +171,11 @@ def _said(error: BaseException) -> str:
         return _sendable(str(error))
     except Exception:
         return f"a {type(error).__name__} that cannot be printed"
+
+
+def _without_folder(id: str) -> str:
+    """An environment's id; where it is a file, its name: where things lie on this machine is nobody's business."""
+    return id.rpartition("/")[2] if names_file(id) else id
 
 
 def _sendable(text: str) -> str:

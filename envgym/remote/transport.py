@@ -341,7 +341,11 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
         case "internal-error" | "too-slow" | "environment-not-found":  # it said that it serves it
             return RemoteError("server", what, retryable=True)
         case "unauthorized":
-            return RemoteError("refused", f"{what} (the setting token_file, or --token-file, names the file that holds it)", retryable=False)
+            return RemoteError(
+                "refused",
+                f"{what} (the setting token_file, or --token-file, names the file that holds it)",
+                retryable=False,
+            )
     return RemoteError("refused", what, retryable=False)
 
 

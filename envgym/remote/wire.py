@@ -50,7 +50,8 @@ class Split(Wire):
 
 
 class EnvDescription(Wire):
-    """One environment that is served: `name` in this server's addresses, `id` the environment's id there.
+    """One environment that is served: `name` in this server's addresses, `id` the environment's id there (of a file
+    without its folder), `about` what it is in its author's words.
 
     `agent` is the agent that plays it unless told otherwise; `services` the models it uses on the server;
     `concurrency` how many sessions of it may be open at once (None: any); `scores_groups` whether finished episodes
@@ -59,6 +60,7 @@ class EnvDescription(Wire):
 
     name: str
     id: str
+    about: str = ""
     agent: str
     splits: dict[str, Split]
     services: dict[str, str] = {}

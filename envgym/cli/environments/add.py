@@ -106,4 +106,5 @@ async def _reach(spec: RemoteEnvSpec) -> str:
         ]
         down = [str(replica.address) for replica in spec.replicas.down]
         lost = "".join(f"\n{address} does not answer, and is used once it does" for address in down)
-        return f"{found.id}: {', '.join(sizes)}, played by {found.agent}{lost}"
+        about = f": {found.about}" if found.about else ""
+        return f"{found.name}{about}\n{', '.join(sizes)}; played by {found.agent} there, by {spec.agent} here{lost}"

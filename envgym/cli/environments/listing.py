@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,21 +62,20 @@ def show_main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _about_id(id: str) -> str:
     from envgym import registry
-    from envgym.env import Env, EnvSpec
+    from envgym.env import Env, EnvSpec, first_words
     from envgym.loading import load_class
 
     found = registry.find(id)
     target = found.entry_point
-    return _about(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
+    return first_words(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
 
 
 async def _show(spec: EnvSpec) -> None:
-    from envgym.env import EnvSpec
     from envgym.services import start_services
 
     async with start_services(spec, now=False):
         env = spec.make()
-        print(f"{spec.id}  {_about(type(env.env) if type(spec) is EnvSpec else type(spec))}".rstrip())
+        print(f"{spec.id}  {spec.about}".rstrip())
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")
@@ -107,10 +105,3 @@ def _print_observation(observation: Observation) -> None:
     print("a first observation:")
     for role, text in as_lines(observation):
         print(f"  {role}: {text}" if role != "text" else f"  {text}")
-
-
-def _about(cls: type) -> str:
-    """The first line of the docstring that the environment's author wrote, not of a class of ours above it."""
-    classes = (getattr(cls, "env_class", None), cls)
-    docs = (vars(one).get("__doc__") for one in classes if one is not None)
-    return next((inspect.cleandoc(doc).partition("\n")[0] for doc in docs if doc), "")
