@@ -371,10 +371,9 @@ class CheckedEnv(Env):
         """Await a method of the environment under its deadline."""
         deadline = Deadline(self.spec.config.call_timeout)
         try:
-            async with deadline:
-                if self._thread is not None and method.__name__ in self._blocking:
-                    return await self._thread.call(method, *args, **kwargs)
-                return await method(*args, **kwargs)
+            if self._thread is not None and method.__name__ in self._blocking:
+                return await deadline.over(self._thread.call(method, *args, **kwargs))
+            return await deadline.over(method(*args, **kwargs))
         except TimeoutError:
             if not deadline.expired():
                 raise  # the environment's own

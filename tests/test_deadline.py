@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import time
 import weakref
 
 import pytest
@@ -156,3 +157,67 @@ def test_an_event_loop_in_which_deadlines_were_used_is_forgotten():
 async def waiting_under(deadline):
     async with deadline:
         await asyncio.sleep(100)
+
+
+def test_work_is_under_its_deadline_from_its_first_wait_on():
+    async def held(seconds, *, blocks=0.0):
+        time.sleep(blocks)  # noqa: ASYNC251 - as an environment may
+        await asyncio.sleep(seconds)
+        return "done"
+
+    async def nested():
+        async with Deadline(0.1):  # begun before anything waits
+            await asyncio.sleep(0)
+            await waiting(0.2)
+        return "nested"
+
+    async def stands_still_first():
+        await waiting(0.2)
+        await asyncio.sleep(0.05)
+        return "still"
+
+    async def at_once():
+        return "at once"
+
+    async def raises():
+        await asyncio.sleep(0)
+        raise KeyError("its own")
+
+    async def main():
+        assert await Deadline(0.1).over(at_once()) == "at once"
+        assert await Deadline(0.2).over(held(0.05)) == "done"
+        assert await Deadline(0.1).over(nested()) == "nested"
+        assert await Deadline(0.1).over(stands_still_first()) == "still"
+        with pytest.raises(KeyError, match="its own"):
+            await Deadline(0.1).over(raises())
+        for work in (held(0.3), held(0.1, blocks=0.15)):
+            deadline = Deadline(0.2)
+            with pytest.raises(TimeoutError):
+                await deadline.over(work)
+            assert deadline.expired()
+
+    asyncio.run(main())
+
+
+def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it():
+    async def main():
+        ended = []
+
+        async def work():
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:
+                ended.append(True)
+                await asyncio.sleep(0)  # it may wait before it ends
+                raise
+
+        deadline = Deadline(5)
+        task = asyncio.create_task(deadline.over(work()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended
+        assert not deadline.expired()
+
+    asyncio.run(main())
