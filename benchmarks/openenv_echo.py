@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-SESSIONS = 64
+SESSIONS = 512
 
 
 def serve(port: int) -> None:
