@@ -7,6 +7,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,11 +42,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="sessions at once (10000)")
     parser.add_argument(
-        "--lease-seconds", metavar="S", type=float, default=60.0, help="a session not heard of so long is closed (60)"
+        "--lease-seconds", metavar="S", type=float, help="a session not heard of so long is closed (60)"
     )
-    parser.add_argument(
-        "--drain-seconds", metavar="S", type=float, default=20.0, help="sessions may go on so long at the end (20)"
-    )
+    parser.add_argument("--drain-seconds", metavar="S", type=float, help="sessions may go on so long at the end (20)")
     parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
     parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
     parser.add_argument(
@@ -64,11 +63,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.remote.limits import Limits
     from envgym.remote.server import serve
 
-    limits = Limits(
-        max_sessions=at_least(1, "--max-sessions", options.max_sessions),
-        lease_seconds=at_least(0.1, "--lease-seconds", options.lease_seconds),
-        drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds),
-    )
+    limits = Limits(max_sessions=at_least(1, "--max-sessions", options.max_sessions))
+    if options.lease_seconds is not None:
+        limits = replace(limits, lease_seconds=at_least(0.1, "--lease-seconds", options.lease_seconds))
+    if options.drain_seconds is not None:
+        limits = replace(limits, drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds))
 
     if options.join is not None:
         return join(specs, options, limits)
@@ -135,6 +134,8 @@ def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
 
     if options.token_file or options.tls_cert or options.tls_key:
         raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
+    if options.lease_seconds is not None or options.drain_seconds is not None:
+        raise ConfigError("NeMo-Gym's protocol has no leases, and sessions there cannot be waited for: leave both out")
 
     def on_ready(name: str, url: str) -> None:
         print(f"serving {specs[name].id} as {name} and {name}_agent at {url} (Ctrl-C ends it)", flush=True)

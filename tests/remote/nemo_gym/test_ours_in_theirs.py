@@ -323,6 +323,7 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
         ([f"{GAMES}:Unposed", "--nemo-gym", "gym"], "Unposed: train task 1 cannot be posed: KeyError: 'three'"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--host", "0.0.0.0"], "refusing to serve on 0.0.0.0"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),
+        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--drain-seconds", "3"], "has no leases"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--model-server", "http://x:1/v1"], "without /v1"),
         ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--rows", "0"], "--rows is at least 1"),
         ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "go with --nemo-gym"),
