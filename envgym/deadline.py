@@ -143,13 +143,15 @@ class _Alarm:
         self._rings_at = when
         asyncio.get_running_loop().call_at(when, self._ring, when)
 
-    def _ring(self, now: float) -> None:
-        if now != self._rings_at:
+    def _ring(self, when: float) -> None:
+        if when != self._rings_at:
             return  # it was set for an earlier time since
         self._rings_at = None
-        for timeout in [timeout for timeout, when in self._due.items() if when <= now]:
+        now = max(when, asyncio.get_running_loop().time())
+        for timeout in [timeout for timeout, due in self._due.items() if due <= now]:
             del self._due[timeout]
-            timeout.reschedule(now)
+            if not timeout.expired():  # it may have been set again between ringing and taking effect
+                timeout.reschedule(now)
         if self._due:
             self._ring_at(min(self._due.values()))
 
@@ -164,6 +166,13 @@ def _alarm(loop: asyncio.AbstractEventLoop) -> _Alarm:
     if found is None:
         found = _ALARMS[loop] = _Alarm()
     return found
+
+
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels the current task, or its time is over. Without that, a `CancelledError` is of another
+    task that was waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @contextlib.contextmanager

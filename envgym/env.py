@@ -321,7 +321,6 @@ class CheckedEnv(Env):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        check_action(action)
         result = await self._call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
@@ -390,12 +389,6 @@ class CheckedEnv(Env):
             return as_observation(value)
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
-
-
-def check_action(action: object) -> None:
-    """Raise `TypeError` for what is no action."""
-    if not isinstance(action, Action):
-        raise TypeError(f"step takes an envgym.Action, not {action!r:.80}")
 
 
 def first_words(cls: type) -> str:

@@ -221,3 +221,30 @@ def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it():
         assert not deadline.expired()
 
     asyncio.run(main())
+
+
+def test_a_clock_that_is_set_again_while_it_rings_does_no_harm():
+    async def main():
+        wrong = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+
+        async def turns():
+            while True:
+                with standing_still():  # sets the clock anew, without waiting
+                    pass
+                await asyncio.sleep(0)
+
+        async def ends_slowly():
+            async with Deadline(0.05):
+                turning = asyncio.create_task(turns())
+                try:
+                    await asyncio.sleep(10)
+                finally:
+                    await asyncio.sleep(0.05)
+                    turning.cancel()
+
+        with pytest.raises(TimeoutError):
+            await ends_slowly()
+        assert wrong == []
+
+    asyncio.run(main())

@@ -83,6 +83,7 @@ class Application:
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
         self._channels: dict[web.WebSocketResponse, asyncio.Transport] = {}
         self._links: set[Answering] = set()
+        self._is_ending = False
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
@@ -98,7 +99,7 @@ class Application:
                 await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
             yield
         finally:
-            self.sessions.draining = True
+            self.sessions.draining = self._is_ending = True
             reaper.cancel()
             await asyncio.gather(*(_end(*channel, WSCloseCode.GOING_AWAY) for channel in self._channels.items()))
             await runner.cleanup()
@@ -210,8 +211,13 @@ class Application:
         transport = None if call.request is None else call.request.transport
         if call.request is None or transport is None or not socket.can_prepare(call.request):
             raise _UpgradeRequired()
+        if self._is_ending:
+            raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         socket.headers["Server"] = SERVER
-        await socket.prepare(call.request)
+        try:
+            await socket.prepare(call.request)
+        except ConnectionError:
+            raise Problem(400, "invalid-request", "the connection ended before it was a WebSocket") from None
         self._channels[socket] = transport
         try:
             async with self.answering(socket, call.client) as answering:
@@ -258,6 +264,8 @@ class Application:
         """The answer to a request that came over a WebSocket, of a client that was let in. `target` is a path with its
         query. Every error is a problem."""
         try:
+            if len(body) > self._limits.max_body:
+                raise Problem(413, "too-large", f"a body has at most {self._limits.max_body} bytes")
             answer = await self._carry_out(*_admitted(client, method, target, body))
             assert isinstance(answer, Answer)
             return answer

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, Field, field_validator
 
 from envgym.deadline import standing_still
-from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, check_action, checked_numbers
+from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, checked_numbers
 from envgym.episode_record import to_record
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.types import Action, Episode, Judgement, Observation, Task
@@ -39,8 +39,8 @@ class ConnectionConfig(EnvConfig):
     """Settings of the connection. The environment's own are set where it is served."""
 
     timeout: float = Field(default=660.0, gt=0)
-    """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limit
-    on an environment, 600 s, comes first."""
+    """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limits come
+    first: 600 s for a reset or a page, and for a step the environment's `call_timeout`."""
     reconnect: float = Field(default=30.0, ge=0)
     """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
 
@@ -172,7 +172,7 @@ class ServedEnvSpec(EnvSpec):
                 if not others:
                     since = began if error.kind == "connection" else now()  # that was tried again already
                     gives_up = gives_up or min(ends, since + config.reconnect)
-                if replicas.any_up(failed) not in failed:
+                if replicas.unasked(failed):
                     continue
                 if not may_pass or now() + pause >= gives_up:
                     raise
@@ -333,7 +333,8 @@ class RemoteEnv(CheckedEnv):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if self._session is None:
             raise ResetNeeded(f"{self.spec.id}: call reset before step")
-        check_action(action)
+        if not isinstance(action, Action):
+            raise TypeError(f"{self.spec.id}: step takes an envgym.Action, not {action!r:.80}")
         step = encode(Step(step_id=self._next_step, action=action))
         self._next_step += 1  # only now: what cannot be sent is no step
         path = f"/v1/sessions/{self._session}/step"

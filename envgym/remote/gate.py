@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from envgym.errors import ConfigError
-from envgym.listening import listen
+from envgym.listening import is_loopback, listen
 
 from .application import refuse_web_pages
 from .connections import Connections, problem_response
@@ -71,9 +70,15 @@ class Member:
 
     async def send(self, method: Method, target: str, body: bytes) -> Answer:
         """The answer to a request over the connection there is. Raises `ConnectionError` where it drops meanwhile."""
-        if self._asking is None:
+        asking = self._asking
+        if asking is None:
             raise ConnectionError("it is not connected")
-        return await self._asking.ask(method, target, body)
+        try:
+            return await asking.ask(method, target, body)
+        except ConnectionError:
+            if asking is self._asking:  # closing, which `listen` may not have heard of yet
+                self.drop()
+            raise
 
     async def notify(self, text: str) -> None:
         """Tell whoever runs the server, if it is there."""
@@ -189,7 +194,7 @@ class Gate:
         host = self._host
         listener = listen(host, self._address[1], refusal=None)
         bound = listener.getsockname()[0]
-        if not ipaddress.ip_address(bound).is_loopback:
+        if not is_loopback(bound):
             if self._tokens is None:
                 listener.close()
                 raise ConfigError(

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from envgym.deadline import is_being_cancelled
 from envgym.env import EnvSpec
 from envgym.episode_record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
@@ -153,8 +154,7 @@ def raise_what_stops_us(error: BaseException) -> None:
     `CancelledError` of a task of its own, or `SystemExit`."""
     if isinstance(error, Exception | SystemExit):
         return
-    task = asyncio.current_task()
-    if not isinstance(error, asyncio.CancelledError) or task is None or task.cancelling():
+    if not isinstance(error, asyncio.CancelledError) or is_being_cancelled():
         raise error
 
 

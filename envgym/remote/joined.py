@@ -249,8 +249,7 @@ class JoinedReplicas(Replicas):
 
     def _came(self) -> None:
         self._changed.set()
-        for _ in range(len(self._waiting)):
-            self._next()
+        self._wake()
 
     def _went(self, replica: JoinedReplica) -> None:
         if replica.down:

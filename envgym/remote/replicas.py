@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from envgym.deadline import is_being_cancelled
 from envgym.errors import ConfigError
 
 from .access import Address
@@ -55,7 +56,14 @@ class Replica:
         if self._asking is None:  # whoever else wants it waits for this one request
             self._asking = asyncio.create_task(self._describe(patience))
             self._asking.add_done_callback(self._described)
-        return await asyncio.shield(self._asking)
+        asking = self._asking
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if not asking.cancelled() or is_being_cancelled():
+                raise
+            what = "the connection was closed here"
+            raise RemoteError("connection", f"{self.address}: {what}", retryable=True) from None
 
     async def _describe(self, patience: float) -> EnvDescription:
         seconds = CONNECT_SECONDS + patience
@@ -147,6 +155,9 @@ class Replicas:
         """
         asked = [asyncio.create_task(replica.describe()) for replica in self._replicas]
         await asyncio.wait(asked, timeout=seconds)
+        for task in asked:
+            if task.done() and not task.cancelled():
+                task.exception()  # the first that cannot be mended is told
         found: list[EnvDescription] = []
         failures: dict[Replica, RemoteError] = {}
         for replica, task in zip(self._replicas, asked, strict=True):
@@ -184,8 +195,15 @@ class Replicas:
         """Whether there is another server to turn to, which has not `failed`."""
         return any(not other.down and other not in failed for other in self._replicas if other is not replica)
 
+    def unasked(self, failed: Collection[Replica]) -> bool:
+        """Whether there is one, up or not, that has not `failed`."""
+        return any(replica not in failed for replica in self._replicas)
+
     def any_up(self, failed: Collection[Replica] = ()) -> Replica:
-        """A server for what each of them can answer (tasks, judgements), if possible one that has not `failed`."""
+        """A server for what each of them can answer (tasks, judgements), if possible one that has not `failed`. Raises
+        `RemoteError` where there is none any more."""
+        if not self._replicas:
+            raise RemoteError("connection", "the last server has gone", retryable=True)
         return min(
             self._replicas,
             key=lambda replica: (replica in failed, replica.down, replica.down and replica.try_at, replica.taken),

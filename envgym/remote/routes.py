@@ -70,7 +70,7 @@ ROUTES = (
     Route("DELETE", "/v1/sessions/{session}", "close", "Close a session; also one that is gone", None),
     Route(
         "GET", "/v1/channel", "channel", "A WebSocket for requests to many sessions, each answered when it is done",
-        101, problems=(426,),
+        101, problems=(426, 503),
     ),
     Route("POST", "/v1/batch", "batch", "Open, step and close many sessions in one call", BatchAnswers, Batch),
     Route("GET", "/livez", "live", "Whether the process lives", Health, open=True),

@@ -89,8 +89,6 @@ class Session:
         """What the environment's work comes to, kept as `answer` for those who ask again."""
         task = self._working = asyncio.current_task()
         try:
-            if self._is_closed:
-                raise asyncio.CancelledError
             result = await work
         except asyncio.CancelledError:
             if not self._is_closed or task is None:

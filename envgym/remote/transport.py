@@ -4,6 +4,7 @@ connections."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import logging
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from typing import TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from envgym.deadline import Deadline
+from envgym.deadline import Deadline, is_being_cancelled
 from envgym.errors import (
     CallTimeout,
     ConfigError,
@@ -32,6 +33,8 @@ from .wire import MAX_BODY, ProblemBody
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
+CLOSE_SECONDS = 2.0
+"""How long a server may take to say that it heard the end of a WebSocket."""
 NO_CHANNEL_SECONDS = 60.0
 """After so long a server that took no WebSocket is tried with one again."""
 
@@ -212,13 +215,13 @@ class HttpTransport(Transport):
         )
         self._asking: Asking | None = None
         self._dialling: asyncio.Task[Asking | None] | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._listening: set[asyncio.Task[None]] = set()
         self._no_channel_until = 0.0
 
     async def close(self) -> None:
         await super().close()
         self._drop_channel()
-        if ending := [task for task in (self._dialling, self._listening) if task is not None]:
+        if ending := [task for task in (self._dialling, *self._listening) if task is not None]:
             await asyncio.wait(ending)
         await self._session.close()
 
@@ -264,7 +267,13 @@ class HttpTransport(Transport):
         if self._dialling is None:  # whoever else wants it waits for this one
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)
-        return await asyncio.shield(self._dialling)
+        dialling = self._dialling
+        try:
+            return await asyncio.shield(dialling)
+        except asyncio.CancelledError:
+            if not dialling.cancelled() or is_being_cancelled():
+                raise
+            raise self._unreachable(ConnectionError("it was closed here")) from None
 
     async def _dial(self) -> Asking | None:
         try:
@@ -283,7 +292,9 @@ class HttpTransport(Transport):
             self._without_channel(f"no answer within {DIAL_SECONDS:g} s")
             return None
         asking = self._asking = Asking(socket)
-        self._listening = asyncio.create_task(self._listen(socket, asking))
+        listening = asyncio.create_task(self._listen(socket, asking))
+        self._listening.add(listening)
+        listening.add_done_callback(self._listening.discard)
         return asking
 
     def _without_channel(self, why: str) -> None:
@@ -313,10 +324,12 @@ class HttpTransport(Transport):
             if not heard:  # something on the way takes it and cannot carry it
                 self._without_channel("it carried nothing")
             asking.end()
-            await socket.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await socket.close()
 
     def _drop_channel(self) -> None:
-        for task in (self._dialling, self._listening):
+        for task in (self._dialling, *self._listening):
             if task is not None:
                 task.cancel()
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.remote import client, transport
+from envgym.remote.access import Access
 from envgym.remote.client import RemoteError, ServedEnvSpec
 from envgym.types import Action
 
@@ -238,5 +239,27 @@ def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(gam
             assert dialling is not None
             given_up.set()
             await asyncio.wait([dialling])
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_websocket_that_is_given_up_fails_and_is_not_cancelled():
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    async def main() -> None:
+        silent = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        http = transport.HttpTransport(url, Access({}), transport.Counters())
+        asking = [asyncio.create_task(http.call("POST", f"/v1/sessions/{n}/step", b"{}", seconds=9)) for n in range(20)]
+        await asyncio.sleep(0.1)
+        http.give_up(1.0)
+        failed = await asyncio.gather(*asking, return_exceptions=True)
+        assert {getattr(error, "kind", repr(error)) for error in failed} == {"connection"}
+        await http.close()
+        await asyncio.sleep(0.1)  # the other end hears of it
+        silent.close()
 
     asyncio.run(main())

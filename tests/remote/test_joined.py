@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,8 +22,11 @@ import pytest
 import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote.client import RemoteError
-from envgym.remote.frames import Pieces
+from envgym.remote.frames import Hello, Pieces
+from envgym.remote.gate import Member
 from envgym.remote.joining import serve_joined
+from envgym.remote.replicas import Replicas
+from envgym.remote.tokens import ANYONE
 from envgym.types import Action, Episode, Outcome, Task
 
 from .test_client_faults import after, all_played, failures, roll
@@ -636,3 +640,44 @@ def test_the_pages_commands_train_on_a_server_that_joined(port, tmp_path, tiny_m
     token = (trainer / "servers").read_text().split()[1]
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "servers"]
     assert [path for path in written if token.encode() in path.read_bytes()] == []
+
+
+class BreakingSocket:
+    """A WebSocket whose other end is gone, which only writing shows."""
+
+    closed = False
+
+    def __aiter__(self) -> BreakingSocket:
+        return self
+
+    async def __anext__(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def send_bytes(self, message: bytes) -> None:
+        raise aiohttp.ClientConnectionResetError("cannot write to closing transport")
+
+    async def close(self, code: int) -> None:
+        pass
+
+
+def test_a_connection_that_breaks_under_a_request_is_no_connection_any_more():
+    async def main() -> None:
+        member = Member(ANYONE, Hello(instance="0" * 32, name="x"), lambda member: None)
+        listening = asyncio.create_task(member.listen(BreakingSocket(), SimpleNamespace(transport=None)))
+        await asyncio.sleep(0)
+        assert await member.connected(0)
+        with pytest.raises(ConnectionError):
+            await member.send("GET", "/v1/envs", b"")
+        assert not await member.connected(0.01)  # or who asks again would ask for ever
+        listening.cancel()
+
+    asyncio.run(main())
+
+
+def test_where_the_last_server_has_gone_there_is_nobody_to_ask():
+    async def main() -> None:
+        with pytest.raises(RemoteError, match="the last server has gone") as raised:
+            Replicas(()).any_up()
+        assert (raised.value.kind, raised.value.retryable) == ("connection", True)
+
+    asyncio.run(main())

@@ -264,11 +264,10 @@ def test_what_was_made_closes_its_connections_and_what_is_shared_leaves_them(gam
 
 def test_what_is_no_action_is_refused_and_is_no_step(game):
     async def main() -> None:
-        for env in (registry.make(game.url), local().make()):
-            async with env:
-                await env.reset(seed=1)
-                with pytest.raises(TypeError, match=r"step takes an envgym\.Action, not '4'"):
-                    await env.step("4")
-                await env.step(Action("4"))
+        async with registry.make(game.url) as env:
+            await env.reset(seed=1)
+            with pytest.raises(TypeError, match=r"step takes an envgym\.Action, not '4'"):
+                await env.step("4")
+            await env.step(Action("4"))
 
     asyncio.run(main())
