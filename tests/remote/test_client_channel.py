@@ -193,6 +193,7 @@ def test_a_server_restarted_while_the_websocket_was_open_costs_its_sessions_and_
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease(start):
     server = start("GuessSpec", "limit.lease_seconds=0.4", "call_timeout=0.6")
 

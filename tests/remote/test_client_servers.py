@@ -79,6 +79,7 @@ def test_a_server_that_went_down_and_came_back_is_used_again_beside_one_that_sta
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_first(game, start):
     frozen = start("GuessSpec", "limit.lease_seconds=0.4")
 
@@ -302,6 +303,7 @@ def test_a_server_that_is_alone_is_asked_again_for_a_while(game):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_is_waited_for_where_the_other_has_other_tasks(start):
     comes_back, other = start("GuessSpec"), start("GuessSpec")
 

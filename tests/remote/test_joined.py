@@ -123,6 +123,7 @@ def test_one_is_killed_and_another_joins_in_mid_run(join, port):
     assert third[0].episodes > 5
 
 
+@pytest.mark.slow
 def test_all_go_and_episodes_wait_for_the_next(join, port):
     first = join(port)
 
@@ -140,6 +141,7 @@ def test_all_go_and_episodes_wait_for_the_next(join, port):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_none_there_is_a_failure_of_its_own_kind(join, port):
     first = join(port)
 
@@ -218,6 +220,7 @@ def test_a_connection_that_drops_costs_nothing(join, port):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_server_that_freezes_is_left_and_used_again(join, port, monkeypatch):
     monkeypatch.setattr("envgym.remote.gate.PING_SECONDS", 0.6)
     first = join(port)
