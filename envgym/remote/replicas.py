@@ -7,12 +7,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from envgym.deadline import is_being_cancelled
 from envgym.errors import ConfigError
 
 from .access import Address
 from .leases import Leases
-from .transport import Full, RemoteError, Transport
+from .transport import Full, RemoteError, Transport, result_of
 from .wire import VERSION, EnvDescription, EnvList
 
 CONNECT_SECONDS = 30.0
@@ -56,14 +55,8 @@ class Replica:
         if self._asking is None:  # whoever else wants it waits for this one request
             self._asking = asyncio.create_task(self._describe(patience))
             self._asking.add_done_callback(self._described)
-        asking = self._asking
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            if not asking.cancelled() or is_being_cancelled():
-                raise
-            what = "the connection was closed here"
-            raise RemoteError("connection", f"{self.address}: {what}", retryable=True) from None
+        what = f"{self.address}: the connection was closed here"
+        return await result_of(self._asking, RemoteError("connection", what, retryable=True))
 
     async def _describe(self, patience: float) -> EnvDescription:
         seconds = CONNECT_SECONDS + patience

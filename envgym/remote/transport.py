@@ -43,6 +43,7 @@ OF_ENVIRONMENTS = {error.__name__: error for error in (CallTimeout, ConfigError,
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 
 class RemoteError(InvalidOutcome):
@@ -267,13 +268,7 @@ class HttpTransport(Transport):
         if self._dialling is None:  # whoever else wants it waits for this one
             self._dialling = asyncio.create_task(self._dial())
             self._dialling.add_done_callback(self._dialled)
-        dialling = self._dialling
-        try:
-            return await asyncio.shield(dialling)
-        except asyncio.CancelledError:
-            if not dialling.cancelled() or is_being_cancelled():
-                raise
-            raise self._unreachable(ConnectionError("it was closed here")) from None
+        return await result_of(self._dialling, self._unreachable(ConnectionError("it was closed here")))
 
     async def _dial(self) -> Asking | None:
         try:
@@ -335,6 +330,16 @@ class HttpTransport(Transport):
 
     def _unreachable(self, error: Exception) -> RemoteError:
         return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}", retryable=True)
+
+
+async def result_of(shared: asyncio.Task[T], closed: RemoteError) -> T:
+    """What a task comes to that others wait for too; `closed` where it was cancelled, and not who waits here."""
+    try:
+        return await asyncio.shield(shared)
+    except asyncio.CancelledError:
+        if not shared.cancelled() or is_being_cancelled():
+            raise
+        raise closed from None
 
 
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
