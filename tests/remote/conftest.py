@@ -107,6 +107,18 @@ def game() -> Iterator[Server]:
 
 
 @pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for this machine that nobody trusts yet, and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.fixture
 def losing_proxy() -> Callable[[str, int], contextlib.AbstractAsyncContextManager[str]]:
     """A proxy whose every nth connection takes a request to the server, waits for its answer, and hangs up."""
 

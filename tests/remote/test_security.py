@@ -407,16 +407,11 @@ def test_who_a_token_belongs_to(tmp_path):
 # Public addresses and TLS
 
 
-def test_a_public_address_without_tls_is_warned_of_once_and_tls_is_spoken_with_a_certificate(tmp_path):
+def test_a_public_address_without_tls_is_warned_of_once_and_tls_is_spoken_with_a_certificate(tmp_path, certificate):
     file = tmp_path / "tokens"
     file.touch(0o600)
     file.write_text(ALICE)
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    cert, key = certificate
     game = Path(__file__).with_name("game.py")
     start = [ENVGYM, "serve", f"g={game}:GuessSpec", "--port", "0", "--token-file", file, "--host", "0.0.0.0"]
     environ = {**os.environ, "PYTHONWARNINGS": "ignore"}
