@@ -147,16 +147,20 @@ class Replicas:
         Raises `EnvgymError` where none answers, and where they do not serve the same.
         """
         asked = [asyncio.create_task(replica.describe()) for replica in self._replicas]
-        await asyncio.wait(asked, timeout=seconds)
+        try:
+            await asyncio.wait(asked, timeout=seconds)
+        finally:  # also where whoever connects is cancelled: nothing of it goes on
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked)
         for task in asked:
-            if task.done() and not task.cancelled():
+            if not task.cancelled():
                 task.exception()  # the first that cannot be mended is told
         found: list[EnvDescription] = []
         failures: dict[Replica, RemoteError] = {}
         for replica, task in zip(self._replicas, asked, strict=True):
             try:
-                if not task.done():
-                    task.cancel()
+                if task.cancelled():
                     what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
                     raise RemoteError("timeout", f"{replica.address}: {what}", retryable=True)
                 found.append(task.result())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Iterator
@@ -263,6 +264,30 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
             await asyncio.gather(*(env.close() for env in envs))
 
     asyncio.run(main())
+
+
+def test_whoever_gives_up_connecting_leaves_nothing_behind():
+    """Ctrl-C while a server keeps silent: no task goes on, and none ends with an exception that nobody reads."""
+    complaints = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        heard = asyncio.Event()
+        silent = await asyncio.start_server(lambda reader, writer: heard.set(), "127.0.0.1")
+        async with silent:
+            port = silent.sockets[0].getsockname()[1]
+            connecting = asyncio.create_task(registry.spec(f"http://127.0.0.1:{port}/game").setup())
+            await heard.wait()
+            before = asyncio.all_tasks() - {connecting}
+            connecting.cancel()
+            await asyncio.wait([connecting])
+            assert connecting.cancelled()
+            assert {task for task in asyncio.all_tasks() if not task.done()} <= before
+            del connecting, before
+
+    asyncio.run(main())
+    gc.collect()
+    assert complaints == []
 
 
 # ---------------------------------------------------------------------------------------------------------
