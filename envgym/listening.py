@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import socket
 
@@ -36,6 +37,10 @@ def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
     return listener
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an IP address is this machine's own."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+@functools.lru_cache(maxsize=256)
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's own. Other names are not looked up."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

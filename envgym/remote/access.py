@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import ssl
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from envgym.errors import ConfigError
+from envgym.listening import is_loopback
 
 from .tokens import read_token
 
@@ -65,7 +65,7 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
     if token_file is not None:
         headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"
         for server in servers:
-            if server.startswith("http://") and not _is_loopback(urlsplit(server).hostname or ""):
+            if server.startswith("http://") and not is_loopback(urlsplit(server).hostname or ""):
                 logger.warning("%s is asked without TLS: the token can be read on the way", server)
     return Access(headers, True if ca_file is None else _trusting(ca_file.expanduser()))
 
@@ -97,10 +97,3 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(ca_file))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"certificate file {ca_file}: {error.strerror or error}") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

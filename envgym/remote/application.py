@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import socket
 import ssl
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from yarl import URL
 
 from envgym.env import EnvSpec
+from envgym.listening import is_loopback
 
 from . import openapi
 from .connections import SERVER, Connections, problem_answer, problem_response
@@ -395,18 +395,9 @@ def refuse_web_pages(host: str, origin: str | None) -> None:
     """
     if origin is not None:
         raise Problem(403, "forbidden", "web pages may not use a server without tokens")
-    if not _is_loopback(host):
-        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")
-
-
-@functools.lru_cache(maxsize=256)
-def _is_loopback(host: str) -> bool:
-    """Whether a `Host` header, with or without a port, names this machine's own address."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    if not is_loopback(name):
+        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")
 
 
 def _query(model: type[BaseModel], url: URL) -> BaseModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -113,7 +114,8 @@ class JoinedTransport(Transport):
 
 
 class JoinedReplica(Replica):
-    """A server that joined. It is up while it is connected and takes new sessions: that is known, and not tried out."""
+    """A server that joined. While it is not connected, or takes no new sessions, it is down: that is known, and not
+    tried out."""
 
     def __init__(self, member: Member, name: str, counters: Counters) -> None:
         super().__init__(Address(member.label, name), JoinedTransport(member, counters), member.hello.weight)
@@ -131,8 +133,6 @@ class JoinedReplica(Replica):
             super().is_up()
 
     def is_down(self) -> None:
-        if self.member.is_open:
-            return
         if self.member.hello.leaving and not self.down:
             logger.warning("%s takes no new sessions", self.address)
             self.down = True  # nor is it said that it cannot be reached
@@ -158,7 +158,8 @@ class JoinedReplicas(Replicas):
         self._by_member: dict[Member, JoinedReplica] = {}
         self._looking: dict[Member, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._alone_since = asyncio.get_running_loop().time()
+        self._alone_since: float | None = asyncio.get_running_loop().time()
+        """Since when no server is there; None while one is."""
 
     async def listen(
         self, host: str, port: int, token_file: Path | None, tls_cert: Path | None, tls_key: Path | None
@@ -168,11 +169,15 @@ class JoinedReplicas(Replicas):
     @property
     def anyone(self) -> bool:
         """Whether a server is there."""
-        return any(not replica.down for replica in self._replicas)
+        return bool(self._there)
+
+    @property
+    def _there(self) -> Sequence[JoinedReplica]:
+        return [replica for replica in self._by_member.values() if replica.member.is_open]
 
     @property
     def room(self) -> int | None:
-        rooms = [replica.stated_room for replica in self._replicas if not replica.down]
+        rooms = [replica.stated_room for replica in self._there]
         known = [room for room in rooms if room is not None]
         return sum(known) if known else None
 
@@ -180,6 +185,7 @@ class JoinedReplicas(Replicas):
         """Wait until a server is there. Raises `RemoteError` where none has been for `wait` seconds."""
         while not self.anyone:
             self._changed.clear()
+            assert self._alone_since is not None
             try:
                 async with asyncio.timeout_at(self._alone_since + self._wait):
                     await self._changed.wait()
@@ -197,14 +203,6 @@ class JoinedReplicas(Replicas):
                     return await super().take()
             except TimeoutError:  # all are full; or gone, which `ready` looks into
                 continue
-
-    def _free(self) -> Replica | None:
-        free = [
-            replica
-            for replica in self._replicas
-            if not replica.down and (replica.room is None or replica.taken < replica.room)
-        ]
-        return min(free, key=lambda replica: replica.load, default=None)
 
     def _on_change(self, member: Member) -> None:
         replica = self._by_member.get(member)
@@ -248,14 +246,13 @@ class JoinedReplicas(Replicas):
             self._went(replica)
 
     def _came(self) -> None:
+        self._alone_since = None
         self._changed.set()
         self._wake()
 
     def _went(self, replica: JoinedReplica) -> None:
-        if replica.down:
-            return
         replica.is_down()
-        if not self.anyone:
+        if not self.anyone and self._alone_since is None:
             self._alone_since = asyncio.get_running_loop().time()
 
     def _forget(self, member: Member) -> None:

@@ -249,10 +249,15 @@ class Replicas:
 
         self._growing[replica] = asyncio.get_running_loop().call_later(seconds, grow)
 
+    @property
+    def _there(self) -> Sequence[Replica]:
+        """Those that may be given a session, if only to find out how they are."""
+        return self._replicas
+
     def _free(self) -> Replica | None:
         now = asyncio.get_running_loop().time()
-        ready = [replica for replica in self._replicas if not replica.down or replica.try_at <= now]
-        free = [replica for replica in ready or self._replicas if replica.room is None or replica.taken < replica.room]
+        ready = [replica for replica in self._there if not replica.down or replica.try_at <= now]
+        free = [replica for replica in ready or self._there if replica.room is None or replica.taken < replica.room]
         if not free:
             return None
         best = min(free, key=lambda replica: replica.load)

@@ -21,6 +21,8 @@ import pytest
 
 import envgym.registry as registry
 from envgym.errors import ConfigError
+from envgym.remote import replicas
+from envgym.remote.application import Application
 from envgym.remote.client import RemoteError
 from envgym.remote.frames import Hello, Pieces
 from envgym.remote.gate import Member
@@ -121,6 +123,50 @@ def test_one_is_killed_and_another_joins_in_mid_run(join, port):
     asyncio.run(main())
     assert second.episodes > 20
     assert third[0].episodes > 5
+
+
+def test_one_that_is_sick_and_stays_connected_is_left_out_until_it_is_well(join, port, monkeypatch):
+    """It answers everything but opens no session; with the smallest share of its places taken it would get them all."""
+    monkeypatch.setattr(replicas, "FIRST_PAUSE", 0.5)
+    opens, sick, asked = Application.open, True, 0
+
+    async def open(self: Application, call: Any) -> bytes:
+        nonlocal asked
+        asked += 1
+        if sick:
+            raise RuntimeError("the disk is full")
+        return await opens(self, call)
+
+    monkeypatch.setattr(Application, "open", open)
+    well = join(port)
+
+    async def main() -> None:
+        nonlocal sick, asked
+        async with serving(port, f"{GAME}:GuessSpec"):
+            async with both_there(port):
+                groups = await roll(spec_at(port), tasks=20)
+                assert all_played(groups)
+                assert failures(groups) == {}
+                assert 1 <= asked <= 16  # those begun before it was found out, and one each time
+            async with spec_at(port) as spec:
+                servers = spec.replicas
+                await until(lambda: len(servers._replicas) == 2)
+                while not servers.down:
+                    await one_reset(spec)
+                sick, asked = False, 0
+                async with asyncio.timeout(10):
+                    while not asked:
+                        await one_reset(spec)
+                        await asyncio.sleep(0.02)
+                assert servers.down == []
+
+    asyncio.run(main())
+    assert well.episodes >= 80
+
+
+async def one_reset(spec: Any) -> None:
+    async with spec.make() as env:
+        await env.reset(seed=1)
 
 
 @pytest.mark.slow
@@ -418,9 +464,11 @@ async def slow(port: int, bytes_a_second: int) -> AsyncIterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def serving(port: int, token_file: Path | None = None) -> AsyncIterator[None]:
+async def serving(
+    port: int, env: str = f"{PATIENT}:PatientSpec", token_file: Path | None = None
+) -> AsyncIterator[None]:
     """A server in this process that joins at `port`."""
-    specs = {"game": registry.spec(f"{PATIENT}:PatientSpec")}
+    specs = {"game": registry.spec(env)}
     url = f"http://127.0.0.1:{port}"
     server = asyncio.create_task(serve_joined(specs, url, on_joined=lambda: None, token_file=token_file))
     try:
@@ -561,7 +609,7 @@ def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
     file.write_text(f"box {TOKEN} max_sessions=2")
 
     async def main() -> None:
-        async with serving(port, file), spec_at(port, token_file=file) as spec:
+        async with serving(port, token_file=file), spec_at(port, token_file=file) as spec:
             assert [server.room for server in spec.replicas._replicas] == [2]
             assert spec.concurrency_bound() == 2
 
