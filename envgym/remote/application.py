@@ -25,7 +25,7 @@ from .encoding import encode
 from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, Answer
 from .hosted import Hosted
 from .limits import Limits
-from .links import Answering, Socket
+from .links import CLOSE_SECONDS, Answering, Socket, end
 from .prometheus import CONTENT_TYPE, ServerMetrics
 from .routes import Route, match
 from .sessions import RETRY_SECONDS, Sessions
@@ -50,8 +50,6 @@ from .wire import (
 SHUTDOWN_SECONDS = 10.0
 """How long requests in flight may take to finish at the end."""
 
-CLOSE_SECONDS = 2.0
-"""How long a client may take to say that it heard the end of a channel, and to take what was still to be sent there."""
 MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
 """Bytes of the largest message over a channel: what is larger is sent as a request of its own."""
 
@@ -101,7 +99,8 @@ class Application:
         finally:
             self.sessions.draining = self._is_ending = True
             reaper.cancel()
-            await asyncio.gather(*(_end(*channel, WSCloseCode.GOING_AWAY) for channel in self._channels.items()))
+            going_away = (end(link, WSCloseCode.GOING_AWAY, below) for link, below in self._channels.items())
+            await asyncio.gather(*going_away)
             await runner.cleanup()
             await self.sessions.close_all()
 
@@ -226,7 +225,7 @@ class Application:
             logger.warning("a channel of %s said what is no request; it is closed", call.client.name)
         finally:
             del self._channels[socket]
-            await _end(socket, transport, WSCloseCode.OK)
+            await end(socket, transport=transport)
         return socket
 
     @contextlib.asynccontextmanager
@@ -364,12 +363,6 @@ def _admitted(client: Client, method: str, target: str, body: bytes) -> tuple[Ro
 def _defect(method: str, target: str) -> Problem:
     logger.exception("%s %s", method, target)
     return Problem(500, "internal-error", "a defect of the server; its log has more")
-
-
-async def _end(channel: web.WebSocketResponse, transport: asyncio.Transport, code: int) -> None:
-    """Close a channel, also one whose client reads nothing any more: it would wait for that client for ever."""
-    asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
-    await channel.close(code=code)
 
 
 _DONE = Answer(204, "", b"")

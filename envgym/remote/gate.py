@@ -21,16 +21,13 @@ from envgym.listening import is_loopback, listen
 from .application import refuse_web_pages
 from .connections import Connections, problem_response
 from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method, Notice
-from .links import Asking
+from .links import CLOSE_SECONDS, Asking, end
 from .server import tls_context
 from .tokens import ANYONE, Client, Tokens
 from .wire import MAX_BODY, VERSION, Problem
 
 GONE_SECONDS = 120.0
 """A server that has not come back for so long is forgotten: its sessions' leases have run out."""
-
-CLOSE_SECONDS = 2.0
-"""How long a server may take to say that it heard the end of a connection."""
 
 logger = logging.getLogger(__name__)
 Tell = Callable[["Member"], None]
@@ -47,7 +44,7 @@ class Member:
         self.label = f"{hello.name}-{hello.instance[:4]}"
         self.is_gone = False
         self._socket: web.WebSocketResponse | None = None
-        self._request: web.BaseRequest | None = None
+        self._transport: asyncio.Transport | None = None
         self._asking: Asking | None = None
         self._there = asyncio.Event()
         self.closing: set[asyncio.Task[None]] = set()
@@ -86,10 +83,10 @@ class Member:
             with contextlib.suppress(aiohttp.ClientError, ConnectionError):
                 await self._socket.send_str(Notice(text=text).model_dump_json())
 
-    async def listen(self, link: web.WebSocketResponse, request: web.BaseRequest) -> None:
+    async def listen(self, link: web.WebSocketResponse, transport: asyncio.Transport) -> None:
         """Hand on the answers that come over a connection, the newest this server has made, until it ends."""
         self.drop()  # an older one, of which only the server knows that it is dead
-        self._socket, self._request, self._asking = link, request, Asking(link)
+        self._socket, self._transport, self._asking = link, transport, Asking(link)
         asking = self._asking
         self._there.set()
         self._told(self)
@@ -110,26 +107,15 @@ class Member:
     def drop(self) -> None:
         """End the connection: the server, if it is well, makes a new one, and requests are sent again over that."""
         link, self._socket = self._socket, None
-        if link is None or self._request is None:
+        if link is None:
             return
         self._there.clear()
         if self._asking is not None:
             self._asking.end()
-        closing = asyncio.create_task(_end(link, self._request))
+        closing = asyncio.create_task(end(link, aiohttp.WSCloseCode.GOING_AWAY, self._transport))
         self.closing.add(closing)
         closing.add_done_callback(self.closing.discard)
         self._told(self)
-
-
-async def _end(link: web.WebSocketResponse, request: web.BaseRequest) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await link.close(code=aiohttp.WSCloseCode.GOING_AWAY)
-    except TimeoutError:
-        pass  # it does not even read what was sent before
-    finally:
-        if request.transport is not None:
-            request.transport.abort()
 
 
 class Gate:
@@ -154,7 +140,7 @@ class Gate:
         self._tokens = None if token_file is None else Tokens.read(token_file.expanduser())
         self._tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
         self._runner: web.ServerRunner | None = None
-        self._links: set[web.WebSocketResponse] = set()
+        self._links: dict[web.WebSocketResponse, asyncio.Transport] = {}
         self._forgetting: dict[Member, asyncio.TimerHandle] = {}
 
     @classmethod
@@ -222,7 +208,7 @@ class Gate:
             member.drop()
         for timer in self._forgetting.values():
             timer.cancel()
-        closing = [link.close(code=aiohttp.WSCloseCode.GOING_AWAY) for link in self._links]
+        closing = [end(link, aiohttp.WSCloseCode.GOING_AWAY, below) for link, below in self._links.items()]
         await asyncio.gather(*closing, *(task for member in self.members.values() for task in member.closing))
         if self._runner is not None:
             await self._runner.cleanup()
@@ -237,7 +223,8 @@ class Gate:
             link = web.WebSocketResponse(
                 heartbeat=PING_SECONDS, timeout=CLOSE_SECONDS, max_msg_size=MAX_MESSAGE, compress=False
             )
-            if not request.rel_url.path.endswith(JOIN_PATH) or not link.can_prepare(request):
+            transport = request.transport
+            if not request.rel_url.path.endswith(JOIN_PATH) or transport is None or not link.can_prepare(request):
                 raise Problem(404, "not-found", f"environments join here: envgym serve E --join URL ({JOIN_PATH})")
         except Problem as problem:
             response = problem_response(problem)
@@ -245,15 +232,15 @@ class Gate:
                 response.force_close()
             return response
         await link.prepare(request)
-        self._links.add(link)
+        self._links[link] = transport
         try:
-            await self._welcome(client, link, request)
+            await self._welcome(client, link, transport)
         finally:
-            self._links.discard(link)
-            await link.close()
+            del self._links[link]
+            await end(link, transport=transport)
         return link
 
-    async def _welcome(self, client: Client, link: web.WebSocketResponse, request: web.BaseRequest) -> None:
+    async def _welcome(self, client: Client, link: web.WebSocketResponse, transport: asyncio.Transport) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = Hello.model_validate_json(await link.receive_str(), strict=True)
@@ -270,7 +257,7 @@ class Gate:
         if member is None:
             member = self.members[key] = Member(client, hello, self._changed)
         member.hello = hello
-        await member.listen(link, request)
+        await member.listen(link, transport)
 
     def _changed(self, member: Member) -> None:
         timer = self._forgetting.pop(member, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -37,9 +38,22 @@ MAX_REQUESTS = 2**15
 MAX_UNSENT = MAX_BODY
 """Bytes of the answers that wait to be sent on one connection before no more is read there."""
 
+CLOSE_SECONDS = 2.0
+"""How long the other end may take to hear the end of a connection, and to take what is still to be sent there."""
+
 Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 Carry = Callable[[str, str, bytes], Awaitable[Answer]]
 """Answers a request: its method, its path with the query, and its body. Every error is an answer."""
+
+
+async def end(socket: Socket, code: int = aiohttp.WSCloseCode.OK, transport: asyncio.Transport | None = None) -> None:
+    """Close a connection, also one whose other end reads nothing any more: it would wait for that for ever, and so
+    would the `transport` below it, where that is known."""
+    if transport is not None:
+        asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await socket.close(code=code)
 
 
 class _Outbox(Generic[H]):
@@ -52,6 +66,8 @@ class _Outbox(Generic[H]):
         self._on_broken = on_broken
         self._items: list[tuple[H, bytes]] = []
         self._large: deque[tuple[H, bytes]] = deque()
+        self.size = 0
+        """Bytes that wait."""
         self._owes_pong = False
         self._writing: asyncio.Task[None] | None = None
 
@@ -59,16 +75,12 @@ class _Outbox(Generic[H]):
         return len(self._items) + len(self._large)
 
     @property
-    def size(self) -> int:
-        """Bytes that wait."""
-        return sum(len(body) for _, body in (*self._items, *self._large))
-
-    @property
     def writing(self) -> list[asyncio.Task[None]]:
         """The task that sends, while there is something to send."""
         return [] if self._writing is None else [self._writing]
 
     def put(self, head: H, body: bytes) -> None:
+        self.size += len(body)
         (self._items if len(body) <= FULL_MESSAGE else self._large).append((head, body))
         self._wake()
 
@@ -93,25 +105,28 @@ class _Outbox(Generic[H]):
                 if (piece := next(pieces, None)) is not None:
                     await self._socket.send_bytes(piece)
                 elif self._large:
-                    pieces = cut(pack(self._heads, [self._large.popleft()]))
+                    head, body = self._large.popleft()
+                    self.size -= len(body)
+                    pieces = cut(pack(self._heads, [(head, body)]))
                 elif not (self._items or self._owes_pong):
                     return
         except (aiohttp.ClientError, ConnectionError):
             self._items.clear()
             self._large.clear()
+            self.size = 0
             self._on_broken()
         finally:
             self._writing = None
 
     def _next(self) -> list[tuple[H, bytes]]:
-        items, size = self._items, 0
+        items, size, number = self._items, 0, 0
         for number, (_, body) in enumerate(items, 1):
             size += len(body)
             if number == FULL_COUNT or size >= FULL_MESSAGE:
-                self._items = items[number:]
-                return items[:number]
-        self._items = []
-        return items
+                break
+        self.size -= size
+        self._items = items[number:]
+        return items[:number]
 
 
 class Asking:

@@ -4,7 +4,6 @@ connections."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import logging
 from abc import ABC, abstractmethod
@@ -27,14 +26,12 @@ from envgym.errors import (
 
 from .access import DIAL_SECONDS, Access, unreachable
 from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method
-from .links import Asking
+from .links import Asking, end
 from .wire import MAX_BODY, ProblemBody
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
-CLOSE_SECONDS = 2.0
-"""How long a server may take to say that it heard the end of a WebSocket."""
 NO_CHANNEL_SECONDS = 60.0
 """After so long a server that took no WebSocket is tried with one again."""
 
@@ -319,9 +316,7 @@ class HttpTransport(Transport):
             if not heard:  # something on the way takes it and cannot carry it
                 self._without_channel("it carried nothing")
             asking.end()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await socket.close()
+            await end(socket)
 
     def _drop_channel(self) -> None:
         for task in (self._dialling, *self._listening):

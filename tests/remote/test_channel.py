@@ -191,7 +191,7 @@ async def fill(asking: Any) -> None:
 
 @pytest.mark.parametrize("then", ["it says nonsense", "it is silent"])
 def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channel, monkeypatch, then):
-    monkeypatch.setattr("envgym.remote.application.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("envgym.remote.links.CLOSE_SECONDS", 0.2)
     if then == "it is silent":
         monkeypatch.setattr("envgym.remote.links.MAX_REQUESTS", 100)
         monkeypatch.setattr("envgym.remote.links.PING_SECONDS", 0.1)
@@ -215,7 +215,7 @@ def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channe
 
 
 def test_a_client_that_reads_nothing_any_more_does_not_keep_the_server_from_ending(unruly, channel, monkeypatch):
-    monkeypatch.setattr("envgym.remote.application.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("envgym.remote.links.CLOSE_SECONDS", 0.2)
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as clients:

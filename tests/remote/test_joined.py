@@ -562,7 +562,7 @@ def connections_at(port: int) -> int:
 
 
 def test_one_that_is_frozen_with_a_large_body_under_way_is_let_go(join, port, monkeypatch):
-    monkeypatch.setattr("envgym.remote.gate.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("envgym.remote.links.CLOSE_SECONDS", 0.2)
     server = join(port, env=f"{PATIENT}:PatientSpec")
 
     async def main() -> None:
