@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .exact import marked, restored, restored_names
 from .types import (
     Episode,
     Message,
@@ -25,8 +26,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
     """Everything an episode holds but what scoring roles said of its rows and their labels, as JSON's own types.
 
     Messages have the form of OpenAI-compatible APIs, but that a call's arguments are a mapping, and that one which
-    could not be read has its `error`. The task's answer and fields must be JSON; what is not becomes text when it is
-    written.
+    could not be read has its `error`. The task's answer and fields come back as they are where they are of Python's
+    plain kinds (`envgym.exact`); what is not becomes text when it is written.
     """
     task = episode.task
     return {
@@ -35,8 +36,8 @@ def to_record(episode: Episode) -> dict[str, Any]:
         "task": {
             "id": task.id,
             "prompt": task.prompt if isinstance(task.prompt, str) else [_message(item) for item in task.prompt],
-            "answer": task.answer,
-            "fields": dict(task.fields),
+            "answer": marked(task.answer),
+            "fields": marked(task.fields),
             "difficulty": task.difficulty,
             "seed": task.seed,
             "env": task.env,
@@ -72,8 +73,8 @@ def from_record(record: Mapping[str, Any]) -> Episode:
         task=Task(
             id=task["id"],
             prompt=prompt if isinstance(prompt, str) else as_messages(prompt),
-            answer=task["answer"],
-            fields=task["fields"],
+            answer=restored(task["answer"]),
+            fields=restored_names(task["fields"]),
             difficulty=task["difficulty"],
             seed=task["seed"],
             env=task["env"],

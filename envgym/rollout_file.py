@@ -119,7 +119,7 @@ def _columns(episode: Episode) -> dict[str, Any]:
     return {
         **{name: record[name] for name in SAME},
         "task": episode.task.key,
-        "answer": None if task["answer"] is None else str(task["answer"]),
+        "answer": None if episode.task.answer is None else str(episode.task.answer),
         "policy_answer": record["answer"],
         "task_json": json.dumps(task, default=str),
         "status": outcome["status"],

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from envgym.episode_record import from_record, to_record
+from envgym.saved_episodes import read_episodes, write_episodes
 from envgym.types import (
     Episode,
     Message,
@@ -73,6 +74,16 @@ EPISODE = Episode(
 )
 def test_an_episode_comes_back_from_json_as_it_was(episode):
     assert from_record(json.loads(json.dumps(to_record(episode)))) == episode
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_what_json_does_not_have_comes_back_from_a_file_as_it_was(tmp_path, suffix):
+    """An answer (1, 2) that came back as [1, 2] would be judged as another one."""
+    task = Task("t", "?", answer=(1, (2.5, "a")), fields={"grid": {(0, 1): [(), None]}, "$tuple": [3], "n": {4: True}})
+    path = tmp_path / f"episodes{suffix}"
+    write_episodes(path, [replace(EPISODE, task=task)])
+    (back,) = read_episodes(path)
+    assert repr(back.task) == repr(task)  # equality alone takes 1 for True
 
 
 def test_messages_have_the_form_of_the_apis():

@@ -2,20 +2,30 @@
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses (`exact` has what JSON cannot say), episodes as `envgym.episode_record`
+travel as the fields of their dataclasses (`envgym.exact` has what JSON cannot say), episodes as `envgym.episode_record`
 writes them. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields it does not know: a newer peer
 may say more.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WrapSerializer,
+    model_validator,
+)
 
-from envgym.types import Action, Observation
-
-from .exact import ExactOptions, ExactRecord, ExactTask
+from envgym.exact import marked, restored, restored_names
+from envgym.types import Action, Observation, Task
 
 VERSION = 3
 MAX_BODY = 64 * 2**20
@@ -30,6 +40,25 @@ MAX_INDEX = 2**53
 """Above this not every reader of JSON tells whole numbers apart."""
 
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+def _marked_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
+    rest = write(dataclasses.replace(task, answer=None, fields={}))
+    return {**rest, "answer": marked(task.answer), "fields": marked(task.fields)}
+
+
+def _restored_task(task: Task, info: ValidationInfo) -> Task:
+    if info.mode != "json":  # made here
+        return task
+    return dataclasses.replace(task, answer=restored(task.answer), fields=restored_names(task.fields))
+
+
+def _restored_options(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return restored_names(options) if info.mode == "json" else options
+
+
+ExactTask = Annotated[Task, AfterValidator(_restored_task), WrapSerializer(_marked_task)]
+ExactOptions = Annotated[dict[str, Any], AfterValidator(_restored_options), PlainSerializer(marked)]
 
 
 class Wire(BaseModel):
@@ -100,7 +129,7 @@ class Group(Wire):
     """Finished episodes of one task, to be judged together; each as `envgym.episode_record.to_record` writes it."""
 
     task: ExactTask
-    episodes: tuple[ExactRecord, ...] = Field(min_length=1, max_length=MAX_BATCH)
+    episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)
 
 
 class Verdict(Wire):
