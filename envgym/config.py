@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .best_checkpoint import HELD_OUT, metric_of
-from .env import EnvSpec, describe_validation_error
+from .env import EnvSpec
 from .errors import ConfigError, DataError, did_you_mean
 from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
@@ -27,6 +27,7 @@ from .render import RenderKind
 from .run_folder import run_of_checkpoint
 from .services.declarations import Url, VariableName
 from .tasks import DataConfig
+from .validation import describe_validation_error
 from .workers.config import WorkersConfig
 
 AUTO = "auto"

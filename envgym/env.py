@@ -20,8 +20,7 @@ import numbers
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import UnionType
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,6 +29,7 @@ from .deadline import Deadline
 from .errors import CallTimeout, ConfigError, InvalidStep, ResetNeeded
 from .fingerprint import source_hash, text_hash
 from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
+from .validation import describe_validation_error
 
 Info = dict[str, Any]
 StepResult = tuple[Any, float | None, bool, bool, Info]
@@ -436,40 +436,7 @@ def _finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
     return kept if len(kept) == len(metrics) else kept | {"invalid_metrics": float(len(metrics) - len(kept))}
 
 
-def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for the first problem pydantic found; an unknown key names its nearest neighbour."""
-    from .errors import did_you_mean
-
-    problems = error.errors()
-    # A key that is unknown is often the misspelt one of another that is missing.
-    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {where!r}.{did_you_mean(where.rsplit('.', 1)[-1], known_keys(model, first['loc'][:-1]))}"
-    if first["type"] == "missing":
-        return f"key {where!r} is required"
-    if first["type"] in ("model_type", "dict_type"):
-        return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
-    problem = first["msg"].removeprefix("Value error, ")
-    got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
-    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}{got}"
-
-
-def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
-    """The field names of the nested model at `path` within `model`; parts of it may be keys of a mapping."""
-    here: Any = model
-    for part in path:
-        if isinstance(here, type) and issubclass(here, BaseModel):
-            info = here.model_fields.get(str(part))
-            here = info.annotation if info else None
-        else:
-            here = (get_args(here) or (None,))[-1]  # what a mapping or a list holds
-        if isinstance(here, UnionType):  # `Model | None` counts as Model
-            here = next(choice for choice in get_args(here) if choice is not type(None))
-    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
-
-
 __all__ = [
     "Action", "CheckedEnv", "Env", "EnvConfig", "EnvSpec", "Info", "ListTasks", "Message", "Observation", "SeedTasks",
-    "StepResult", "Task", "TaskSet", "describe_validation_error", "known_keys",
+    "StepResult", "Task", "TaskSet",
 ]  # fmt: skip

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from envgym.env import describe_validation_error
 from envgym.errors import ConfigError
 from envgym.run_folder import write_atomically
+from envgym.validation import describe_validation_error
 
 Scope = Literal["user", "project"]
 HEADER = "# Remote environments by their names; written by `envgym envs add` and `envgym envs remove`.\n"

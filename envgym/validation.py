@@ -1,0 +1,42 @@
+"""One line for settings that pydantic refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from .errors import did_you_mean
+
+
+def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line for the first problem pydantic found; an unknown key names its nearest neighbour."""
+    problems = error.errors()
+    # A key that is unknown is often the misspelt one of another that is missing.
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where!r}.{did_you_mean(where.rsplit('.', 1)[-1], known_keys(model, first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"key {where!r} is required"
+    if first["type"] in ("model_type", "dict_type"):
+        return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
+    problem = first["msg"].removeprefix("Value error, ")
+    got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
+    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}{got}"
+
+
+def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:
+    """The field names of the nested model at `path` within `model`; parts of it may be keys of a mapping."""
+    here: Any = model
+    for part in path:
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            info = here.model_fields.get(str(part))
+            here = info.annotation if info else None
+        else:
+            here = (get_args(here) or (None,))[-1]  # what a mapping or a list holds
+        if isinstance(here, UnionType):  # `Model | None` counts as Model
+            here = next(choice for choice in get_args(here) if choice is not type(None))
+    return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
