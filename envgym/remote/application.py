@@ -9,17 +9,14 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import WSCloseCode, web
-from pydantic import BaseModel, ValidationError
-from yarl import URL
 
 from envgym.env import EnvSpec
-from envgym.listening import is_loopback
 
 from . import openapi
+from .admission import Admission, Call, MethodNotAllowed
 from .connections import SERVER, Connections, problem_answer, problem_response
 from .encoding import encode
 from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, Answer
@@ -27,9 +24,9 @@ from .hosted import Hosted
 from .limits import Limits
 from .links import CLOSE_SECONDS, Answering, Socket, end
 from .prometheus import CONTENT_TYPE, ServerMetrics
-from .routes import Route, match
+from .routes import Route
 from .sessions import RETRY_SECONDS, Sessions
-from .tokens import ANYONE, Client, Tokens
+from .tokens import Client, Tokens
 from .wire import (
     Alive,
     Batch,
@@ -56,19 +53,6 @@ MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Call:
-    """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw; and the
-    request itself, where it came over HTTP."""
-
-    client: Client
-    values: list[str]
-    query: Any = None
-    body: Any = None
-    raw: bytes = b""
-    request: web.BaseRequest | None = None
-
-
 class Application:
     """The routes over some environments, and their sessions."""
 
@@ -77,7 +61,7 @@ class Application:
         self._environments = {name: Hosted(name, spec, limits, self._counts) for name, spec in specs.items()}
         self.sessions = Sessions(self._environments, limits, self._counts)
         self._limits = limits
-        self._tokens = tokens
+        self._admission = Admission(limits, tokens)
         self._openapi = openapi.document(list(specs), tokens=tokens is not None)
         self._channels: dict[web.WebSocketResponse, asyncio.Transport] = {}
         self._links: set[Answering] = set()
@@ -243,7 +227,7 @@ class Application:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every error is a problem, and the server lives on."""
         try:
-            route, call = await self._admit(request)
+            route, call = await self._admission.of_request(request)
             # In a task of its own: what an environment's step leaves in its context is not the next request's.
             working = asyncio.create_task(self._carry_out(route, call))
             if route.name != "channel":
@@ -263,9 +247,7 @@ class Application:
         """The answer to a request that came over a WebSocket, of a client that was let in. `target` is a path with its
         query. Every error is a problem."""
         try:
-            if len(body) > self._limits.max_body:
-                raise Problem(413, "too-large", f"a body has at most {self._limits.max_body} bytes")
-            answer = await self._carry_out(*_admitted(client, method, target, body))
+            answer = await self._carry_out(*self._admission.of_message(client, method, target, body))
             assert isinstance(answer, Answer)
             return answer
         except Problem as problem:
@@ -280,60 +262,10 @@ class Application:
             return Answer(200, "application/json", answer)
         return _DONE if answer is None else answer
 
-    async def _admit(self, request: web.BaseRequest) -> tuple[Route, Call]:
-        """The route and the call of a request. Raises a `Problem` where it may not, or cannot, be carried out."""
-        routes, values = _NO_ROUTES
-        missing: Problem | None = None
-        try:
-            routes, values = match(request.rel_url.raw_path)
-        except Problem as problem:
-            missing = problem
-        method = "GET" if request.method == "HEAD" else request.method
-        route = routes.get(method)
-        client = ANYONE
-        if self._tokens is None:
-            refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
-        elif route is None or not route.open:  # who has no token is not told what there is
-            client = self._tokens.client(request.headers.get("Authorization"))
-        if missing is not None:
-            raise missing
-        if route is None:
-            raise _MethodNotAllowed(routes)
-        call = Call(client, values, request=request)
-        if route.query is not None:
-            call.query = _query(route.query, request.rel_url)
-        if route.body is not None:
-            call.raw = await self._read(request)
-            call.body = _parse(route.body, call.raw)
-        return route, call
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
-        # Web pages can make a browser post plain text to a loopback address, but not JSON.
-        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
-            raise Problem(415, "invalid-request", "send the body as application/json, not compressed")
-        limit = self._limits.max_body
-        too_large = Problem(413, "too-large", f"a body has at most {limit} bytes")
-        if (request.content_length or 0) > limit:
-            raise too_large
-        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        try:
-            if request.content.is_eof():  # it came with the head
-                return await request.read()
-            async with asyncio.timeout(self._limits.body_seconds):
-                return await request.read()
-        except TimeoutError:
-            detail = f"the body did not arrive within {self._limits.body_seconds:g} s"
-            raise Problem(408, "too-slow", detail) from None
-        except web.HTTPRequestEntityTooLarge:
-            raise too_large from None
-        except Exception as error:  # a broken chunk, a connection that ended: whatever it is, the sender's
-            raise Problem(400, "invalid-request", f"the body cannot be read ({type(error).__name__})") from None
-
     def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
         self._count_refusal(problem.body)
         response = problem_response(problem)
-        if isinstance(problem, _MethodNotAllowed):
+        if isinstance(problem, MethodNotAllowed):
             response.headers["Allow"] = ", ".join(problem.allowed)
         if isinstance(problem, _UpgradeRequired):
             response.headers.update(Connection="Upgrade", Upgrade="websocket")
@@ -346,72 +278,14 @@ class Application:
             self._counts.rejected.add(problem.kind)
 
 
-def _admitted(client: Client, method: str, target: str, body: bytes) -> tuple[Route, Call]:
-    path, _, query = target.partition("?")
-    routes, values = match(path)
-    route = routes.get(method)
-    if route is None:
-        raise _MethodNotAllowed(routes)
-    call = Call(client, values)
-    if route.query is not None:
-        call.query = _query(route.query, URL.build(query_string=query, encoded=True))
-    if route.body is not None:
-        call.raw, call.body = body, _parse(route.body, body)
-    return route, call
-
-
 def _defect(method: str, target: str) -> Problem:
     logger.exception("%s %s", method, target)
     return Problem(500, "internal-error", "a defect of the server; its log has more")
 
 
 _DONE = Answer(204, "", b"")
-_NO_ROUTES: tuple[Mapping[str, Route], list[str]] = ({}, [])
 
 
 class _UpgradeRequired(Problem):
     def __init__(self) -> None:
         super().__init__(426, "invalid-request", "this path is for a WebSocket")
-
-
-class _MethodNotAllowed(Problem):
-    def __init__(self, routes: Mapping[str, Route]) -> None:
-        self.allowed = sorted({*routes, *(["HEAD"] if "GET" in routes else [])})
-        super().__init__(405, "invalid-request", f"this path answers {', '.join(self.allowed)}")
-
-
-def refuse_web_pages(host: str, origin: str | None) -> None:
-    """A server without tokens is for programs of this machine.
-
-    A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
-    it answers. Browsers say so: in `Origin`, and in `Host`.
-    """
-    if origin is not None:
-        raise Problem(403, "forbidden", "web pages may not use a server without tokens")
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(name):
-        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")
-
-
-def _query(model: type[BaseModel], url: URL) -> BaseModel:
-    given = url.query
-    if len(given) > len(set(given)):
-        raise Problem(422, "invalid-request", "a parameter of the query comes twice")
-    try:
-        return model.model_validate_strings(dict(given))
-    except ValidationError as error:
-        raise _invalid(error, "the query") from None
-
-
-def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
-    try:
-        return model.model_validate_json(body, strict=True)
-    except ValidationError as error:
-        raise _invalid(error, "the body") from None
-
-
-def _invalid(error: ValidationError, whole: str) -> Problem:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or whole
-    detail = f"{where}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
-    return Problem(422, "invalid-request", detail)

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, Field, field_validator
 
-from envgym.deadline import standing_still
-from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet, checked_numbers
+from envgym.env import CheckedEnv, EnvConfig, EnvSpec, TaskSet
 from envgym.episode_record import to_record
-from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
-from envgym.types import Action, Episode, Judgement, Observation, Task
+from envgym.errors import ConfigError, EnvgymError
+from envgym.types import Episode, Judgement, Task
 
 from .access import access, parse_address
 from .encoding import encode
 from .frames import Method
+from .remote_env import RemoteEnv
 from .remote_tasks import RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
-from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, Full, HttpTransport, RemoteError, as_error
-from .wire import MAX_BATCH, MAX_BODY, EnvDescription, Group, Opened, Opening, Step, Stepped, Verdict, Verdicts
-
-CLOSE_SECONDS = 10.0
-CLOSE_PATIENCE = 2.0
+from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, HttpTransport, RemoteError, as_error
+from .wire import MAX_BATCH, MAX_BODY, EnvDescription, Group, Verdict, Verdicts
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -239,163 +234,6 @@ class RemoteEnvSpec(ServedEnvSpec):
         except BaseException:
             await self.teardown()
             raise
-
-
-class RemoteEnv(CheckedEnv):
-    """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is."""
-
-    spec: ServedEnvSpec
-
-    def __init__(self, spec: ServedEnvSpec) -> None:
-        self.spec = spec
-        self.env = self
-        self.rng = random.Random()
-        self.task: Task | None = None
-        self._has_slot = False
-        self._pool: Replicas | None = None
-        self._place: Replica | None = None
-        self._session: str | None = None
-        self._next_step = 0
-
-    async def acquire(self) -> None:
-        """Wait for a place within the environment's limit, and on a server that has room. `close` gives it back."""
-        await self.spec.ensure_setup()
-        await super().acquire()
-        if self._place is None:
-            self._pool = self.spec.replicas
-            self._place = await self._pool.take()
-
-    async def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, Info]:
-        """Open a new session. Without a seed, one is drawn by the generator that the last seed set."""
-        await self._end_session()
-        if seed is None:
-            seed = self.rng.getrandbits(31)
-        else:
-            self.rng.seed(seed)
-        given = dict(options or {})
-        task = given.pop("task", None)
-        if not isinstance(task, Task | None):
-            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
-        opened = await self._open(seed, task, given)
-        self.spec.report_dropped(opened.dropped)
-        self.task = opened.task if task is None else task
-        return opened.observation, opened.info
-
-    async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
-        """Open a session where there is room, on another server where one cannot be reached."""
-        await self.spec.ensure_setup()
-        replicas, seconds = self.spec.replicas, self.spec.config.timeout
-        refusal: RemoteError | None = None
-        deadline = asyncio.timeout(seconds)
-        try:
-            async with deadline:
-                while True:
-                    with standing_still():  # waiting for a place is not the episode's own time
-                        await self.acquire()
-                    assert self._place is not None
-                    place = self._place
-                    try:
-                        return await self._open_at(place, seed, task, options)
-                    except Full as full:
-                        refusal = full
-                        self._place = None
-                        replicas.refused(place, full)
-                    except RemoteError:
-                        if not place.down or not replicas.others(place):
-                            raise
-                        await self._end_session()
-                        self._leave()
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            if self._place is not None:
-                self._place.is_down()
-            waited = f"no place became free within {seconds:g} s"
-            if self._place is not None:
-                waited = f"{self._place.address}: no answer within {seconds:g} s; is the server well?"
-            kind = "timeout" if self._place is not None else "capacity"
-            raise RemoteError(kind, f"{waited}{f' ({refusal})' if refusal else ''}", retryable=True) from None
-
-    async def _open_at(self, place: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
-        patience = 0.0 if self.spec.replicas.others(place) else self.spec.config.reconnect
-        name = (await self.spec.describe(place, patience)).name
-        self._session, self._next_step = uuid.uuid4().hex, 0
-        opening = Opening(session_id=self._session, env=name, seed=seed, task=task, options=options)
-        try:
-            return await self._ask(Opened, "POST", "/v1/sessions", encode(opening), patience)
-        except RemoteError as error:
-            if error.kind == "refused":
-                place.description = None  # it may have become another server: whoever comes next asks
-            raise
-
-    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
-        if self._session is None:
-            raise ResetNeeded(f"{self.spec.id}: call reset before step")
-        if not isinstance(action, Action):
-            raise TypeError(f"{self.spec.id}: step takes an envgym.Action, not {action!r:.80}")
-        step = encode(Step(step_id=self._next_step, action=action))
-        self._next_step += 1  # only now: what cannot be sent is no step
-        path = f"/v1/sessions/{self._session}/step"
-        stepped = await self._ask(Stepped, "POST", path, step, self.spec.config.reconnect)
-        self.spec.report_dropped(stepped.dropped)
-        try:
-            reward = checked_numbers(stepped.reward, stepped.info)
-        except ValueError as error:
-            raise RemoteError("server", f"{self.spec.id}: {error}", retryable=True) from None
-        return stepped.observation, reward, stepped.terminated, stepped.truncated, stepped.info
-
-    async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
-        """A request to the session, whose lease it renews."""
-        place, session = self._place, self._session
-        assert place is not None
-        assert session is not None
-        place.leases.renew(session)
-        try:
-            answer = await place.transport.ask(
-                model, method, path, body, seconds=self.spec.config.timeout, patience=patience
-            )
-        except EnvgymError as error:
-            kind = error.kind if isinstance(error, RemoteError) else "environment"
-            if kind in ("connection", "server", "timeout"):  # another one would fare no better there
-                place.is_down()
-            else:
-                place.is_up()
-            if kind in ("capacity", "session_lost"):  # there is nothing to end
-                place.leases.end(session)
-                self._session = None
-            raise
-        place.is_up()
-        if self._session == session:
-            place.leases.renew(session)
-        return answer
-
-    async def _close_instance(self) -> None:
-        try:
-            await self._end_session()
-        finally:
-            self._leave()
-            if self._has_slot and self.spec._slots is not None:
-                self._has_slot = False
-                self.spec._slots.release()
-
-    def _leave(self) -> None:
-        place, self._place = self._place, None
-        if place is not None and self._pool is not None:
-            self._pool.leave(place)
-
-    async def _end_session(self) -> None:
-        """Close the session; one that cannot be reached any more is left to its lease."""
-        session, self._session, place = self._session, None, self._place
-        if session is None or place is None:
-            return
-        place.leases.end(session)
-        seconds, patience = (1.0, 0.0) if place.down else (CLOSE_SECONDS, CLOSE_PATIENCE)
-        try:
-            await place.transport.call("DELETE", f"/v1/sessions/{session}", seconds=seconds, patience=patience)
-        except RemoteError as error:
-            logger.debug("session %s was not closed: %s", session, error)  # counted; its episode is over either way
 
 
 def _for_judges(episode: Episode) -> dict[str, Any]:

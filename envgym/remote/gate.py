@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from envgym.errors import ConfigError
 from envgym.listening import is_loopback, listen
 
-from .application import refuse_web_pages
+from .admission import refuse_web_pages
 from .connections import Connections, problem_response
 from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method, Notice
 from .links import CLOSE_SECONDS, Asking, end

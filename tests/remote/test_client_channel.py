@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 import envgym.registry as registry
-from envgym.remote import client, transport
+from envgym.remote import remote_env, transport
 from envgym.remote.access import Access
 from envgym.remote.client import RemoteError, ServedEnvSpec
 from envgym.types import Action
@@ -219,7 +219,7 @@ def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease
 
 
 def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(game, monkeypatch):
-    monkeypatch.setattr(client, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(remote_env, "CLOSE_SECONDS", 0.2)
     given_up = asyncio.Event()
 
     async def hanging(request, forward):

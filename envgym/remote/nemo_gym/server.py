@@ -18,7 +18,7 @@ from aiohttp import web
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
 from envgym.listening import listen
-from envgym.remote.application import refuse_web_pages
+from envgym.remote.admission import refuse_web_pages
 from envgym.remote.server import check_servable, stop_signals
 from envgym.remote.wire import MAX_BODY, Problem
 from envgym.services import start_services
