@@ -14,7 +14,7 @@ from envgym.types import Action, ToolCall
 
 from .playing import Playing, action_of, spoken
 from .rows import place_of, pose
-from .sessions import COOKIE, Session, Sessions
+from .sessions import COOKIE, CURRENT, Session, Sessions
 
 
 class Resources:
@@ -40,10 +40,10 @@ class Resources:
             raise web.HTTPTooManyRequests(text="as many sessions as this server may have", headers={"Retry-After": "5"})
         with self._sessions.opening():
             playing, _ = await pose(self._spec, place, row)
-            await self._sessions.put(request["session"], playing)
+            await self._sessions.put(CURRENT.get(), playing)
 
     def _session(self, request: web.Request) -> Session:
-        session = self._sessions.get(request["session"])
+        session = self._sessions.get(CURRENT.get())
         if session is None:
             raise web.HTTPConflict(text=f"no session: /seed_session begins one, and its cookie {COOKIE} names it")
         return session
@@ -76,7 +76,7 @@ class Resources:
                     await session.playing.step(action)
                 return web.json_response({**row, **session.playing.told(row)})
             finally:
-                await self._sessions.close(request["session"])
+                await self._sessions.close(CURRENT.get())
 
     # -- the Gymnasium flavour ------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Resources:
                 return web.json_response(await _stepped(session.playing, action))
             finally:
                 if session.playing.ended or session.playing.failed:  # their agent comes no more
-                    await self._sessions.close(request["session"])
+                    await self._sessions.close(CURRENT.get())
 
 
 def _action(row: Mapping[str, Any]) -> Action | None:

@@ -26,7 +26,7 @@ from envgym.services import start_services
 from .agent import AgentServer
 from .resources import Resources
 from .rows import SPLITS, UnknownRow, rows, write_rows
-from .sessions import COOKIE, Sessions
+from .sessions import COOKIE, CURRENT, Sessions
 
 SERVED = "served"
 """The kind under which an entry says where a server is that runs already."""
@@ -209,9 +209,10 @@ def _with_cookie(sessions: Sessions) -> Any:
     @web.middleware
     async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Name the session in every response, for agents that remember only the latest one's cookies."""
-        request["session"] = request.cookies.get(COOKIE) or sessions.new_id()
+        session = request.cookies.get(COOKIE) or sessions.new_id()
+        CURRENT.set(session)
         answer = await handler(request)
-        answer.set_cookie(COOKIE, request["session"], path="/", httponly=True, samesite="Lax")
+        answer.set_cookie(COOKIE, session, path="/", httponly=True, samesite="Lax")
         return answer
 
     return with_cookie

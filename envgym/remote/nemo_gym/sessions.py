@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from .playing import Playing
@@ -19,6 +20,8 @@ IDLE_SECONDS = 3600.0
 """After so long without a request a session is closed. Nothing is heard while the policy thinks: their agents send no
 heartbeat."""
 SWEEP_SECONDS = 30.0
+CURRENT: ContextVar[str] = ContextVar("CURRENT")
+"""The session of the request that is being answered."""
 
 
 @dataclass(slots=True)
