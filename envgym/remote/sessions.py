@@ -90,14 +90,17 @@ class Session:
         task = self._working = asyncio.current_task()
         try:
             result = await work
-        except asyncio.CancelledError:
-            if not self._is_closed or task is None:
-                raise
-            task.uncancel()  # what was cancelled is the work; the request is still to be answered
-            raise self._closed_meanwhile() from None
+        except asyncio.CancelledError as error:
+            while task is not None and task.uncancel():
+                pass  # what was cancelled is the work; the request is still to be answered
+            if self._is_closed:
+                raise self._closed_meanwhile() from None
+            what = "reset" if self._step_id < 0 else f"step {self._step_id}"
+            problem = self.hosted.raised(error, what)  # the environment cancelled the task that it ran in
+            self._keep(answer, problem)
+            raise problem from None
         except Exception as error:
-            answer.set_exception(error)
-            answer.exception()  # nobody may ask again
+            self._keep(answer, error)
             raise
         else:
             answer.set_result(result)
@@ -107,6 +110,10 @@ class Session:
             if not answer.done():
                 answer.cancel()
             self.touch()
+
+    def _keep(self, answer: asyncio.Future[bytes], error: Exception) -> None:
+        answer.set_exception(error)
+        answer.exception()  # nobody may ask again
 
     async def _again(self, answer: asyncio.Future[bytes]) -> bytes:
         try:
