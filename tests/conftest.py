@@ -229,7 +229,7 @@ def _check_episode(episode, answers):
 # -- the real NeMo-Gym ------------------------------------------------------------------------------------
 
 NEMO_GYM = Path(__file__).parent / "envs" / "nemo_gym"
-_with_nemo_gym: set[str] = set()
+WITH_NEMO_GYM = ("with", "NeMo-Gym")
 
 
 @pytest.fixture(scope="session")
@@ -280,17 +280,19 @@ def _python_3_12() -> str | None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if "nemo_gym_package" in getattr(item, "fixturenames", ()):
-        _with_nemo_gym.add(item.nodeid)
+        item.user_properties.append(WITH_NEMO_GYM)  # which reports carry, also from another process
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say whether the tests with the real NeMo-Gym ran: a green run without them shows less."""
-    if not _with_nemo_gym:
-        return
-    counts = {
-        outcome: len({report.nodeid for report in reports if getattr(report, "nodeid", None) in _with_nemo_gym})
-        for outcome in ("passed", "failed", "error", "skipped", "deselected")
-        if (reports := terminalreporter.stats.get(outcome))
-    }
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "none ran"
-    terminalreporter.write_line(f"With the real NeMo-Gym, {len(_with_nemo_gym)} tests: {said}")
+    counts = {}
+    for outcome in ("passed", "failed", "error", "skipped", "deselected"):
+        reports = terminalreporter.stats.get(outcome, ())
+        counts[outcome] = len({each.nodeid for each in reports if WITH_NEMO_GYM in _properties(each)})
+    if any(counts.values()):
+        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        terminalreporter.write_line(f"With the real NeMo-Gym, {sum(counts.values())} tests: {said}")
+
+
+def _properties(report: object) -> list[tuple[str, object]]:
+    return [tuple(each) for each in getattr(report, "user_properties", ())]

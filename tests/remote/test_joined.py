@@ -151,12 +151,13 @@ def test_one_that_is_sick_and_stays_connected_is_left_out_until_it_is_well(join,
             async with spec_at(port) as spec:
                 servers = spec.replicas
                 await until(lambda: len(servers._replicas) == 2)
-                while not servers.down:
-                    await one_reset(spec)
+                async with asyncio.timeout(10):
+                    while not servers.down:
+                        await two_resets(spec)
                 sick, asked = False, 0
                 async with asyncio.timeout(10):
                     while not asked:
-                        await one_reset(spec)
+                        await two_resets(spec)
                         await asyncio.sleep(0.02)
                 assert servers.down == []
 
@@ -164,9 +165,10 @@ def test_one_that_is_sick_and_stays_connected_is_left_out_until_it_is_well(join,
     assert well.episodes >= 80
 
 
-async def one_reset(spec: Any) -> None:
-    async with spec.make() as env:
-        await env.reset(seed=1)
+async def two_resets(spec: Any) -> None:
+    """At the same time, so that they go to two servers where there are two."""
+    async with spec.make() as one, spec.make() as other:
+        await asyncio.gather(one.reset(seed=1), other.reset(seed=2))
 
 
 @pytest.mark.slow
