@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 demo: .venv/installed  ## Train the starter policy on math_verify, about five minutes on two cores
 	$(BIN)/envgym train --env math_verify
 
-test: .venv/installed-dev  ## Every seam once, with real parts
-	$(BIN)/python -m pytest -q
+test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: .venv/installed-dev  ## Every acceptance item; writes tests/results/
 	$(BIN)/python -m pytest -q -m slow

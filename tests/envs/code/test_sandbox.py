@@ -373,7 +373,7 @@ def test_it_needs_no_privileges(tmp_path):
     for file in jail_folder.glob("*.py"):
         (tmp_path / "jail" / file.name).write_bytes(file.read_bytes())
     for parent in tmp_path.parents:
-        if parent.owner() == "root" and parent.name.startswith("pytest-"):
+        if parent.owner() == "root" and parent.name.startswith(("pytest-", "popen-")):
             parent.chmod(0o755)
     script = UNPRIVILEGED.format(folder=str(tmp_path))
     done = subprocess.run(
