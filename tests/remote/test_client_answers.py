@@ -16,9 +16,8 @@ from envgym import errors
 from envgym.errors import ConfigError, InvalidStep
 from envgym.remote import client, transport
 from envgym.remote.access import Access
-from envgym.remote.client import RemoteError
 from envgym.remote.remote_tasks import PAGE, RemoteTasks
-from envgym.remote.transport import Counters, Full, HttpTransport, as_error
+from envgym.remote.transport import Counters, Full, HttpTransport, RemoteError, as_error
 from envgym.remote.wire import EnvList, ProblemBody, TaskPage
 from envgym.types import Action, Episode, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 

@@ -16,7 +16,8 @@ from aiohttp import web
 import envgym.registry as registry
 from envgym.remote import remote_env, transport
 from envgym.remote.access import Access
-from envgym.remote.client import RemoteError, ServedEnvSpec
+from envgym.remote.client import ServedEnvSpec
+from envgym.remote.transport import RemoteError
 from envgym.types import Action
 
 from .meddling import both_ways, meddling, pump

@@ -21,7 +21,7 @@ from envgym.agent import Agent, AgentConfig
 from envgym.config import RolloutConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
-from envgym.remote.client import RemoteError
+from envgym.remote.transport import RemoteError
 from envgym.rollout import Play, Runner
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, StopReason, Turn
 

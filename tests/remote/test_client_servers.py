@@ -17,7 +17,7 @@ import envgym.registry as registry
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.remote import replicas
-from envgym.remote.client import RemoteError
+from envgym.remote.transport import RemoteError
 from envgym.remote.wire import Problem
 from envgym.types import Action, Episode, Outcome
 

@@ -23,12 +23,12 @@ import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote import replicas
 from envgym.remote.application import Application
-from envgym.remote.client import RemoteError
 from envgym.remote.frames import Hello, Pieces
 from envgym.remote.gate import Member
 from envgym.remote.joining import serve_joined
 from envgym.remote.replicas import Replicas
 from envgym.remote.tokens import ANYONE
+from envgym.remote.transport import RemoteError
 from envgym.types import Action, Episode, Outcome, Task
 
 from .test_client_faults import after, all_played, failures, roll
