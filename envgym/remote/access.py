@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
@@ -41,20 +43,28 @@ class Access:
     tls: ssl.SSLContext | bool = True
 
 
+def url_parts(url: str, schemes: Sequence[str], form: str, *, token: str = "token_file") -> SplitResult:
+    """The parts of a URL with a host; `form` says what it looks like, and `token` what names a file with a token.
+
+    Raises `ConfigError` for another URL. A user or password in it would be saved with every run: it is not taken, and
+    not repeated here.
+    """
+    if "@" in url.partition("//")[2].partition("/")[0]:
+        raise ConfigError(f"a URL holds no user or password: put the token into a file ({token}); {form}")
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        port = parts.port
+        if parts.scheme in schemes and parts.hostname and port != 0 and not parts.query and not parts.fragment:
+            return parts
+    raise ConfigError(f"{url}: not a usable URL; {form}")
+
+
 def parse_address(url: str) -> Address:
     """The two halves of `http://HOST:PORT[/NAME]`. Raises `ConfigError` for another form of URL."""
     form = "it looks like http://HOST:PORT/NAME"
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise ConfigError(f"{url}: not a usable URL; {form}") from None
-    if parts.username is not None or parts.password is not None:  # it would be saved with every run; not repeated here
-        raise ConfigError(
-            f"the URL of a server holds no user or password: put a token into a file (token_file); {form}"
-        )
+    parts = url_parts(url, ("http", "https"), form)
     name = parts.path.strip("/")
-    if parts.scheme not in ("http", "https") or not host or "/" in name or parts.query or parts.fragment:
+    if "/" in name:
         raise ConfigError(f"{url}: not a usable URL; {form}")
     return Address(f"{parts.scheme}://{parts.netloc}", name)
 

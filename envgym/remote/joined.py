@@ -7,13 +7,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field
 
 from envgym.errors import ConfigError, EnvgymError
 
-from .access import Address
+from .access import Address, url_parts
 from .client import ConnectionConfig, ServedEnvSpec
 from .frames import Answer, Method
 from .gate import Gate, Member
@@ -274,14 +273,8 @@ class JoinedReplicas(Replicas):
 
 def _parse(id: str) -> tuple[str, int, str]:
     form = f"it looks like {SCHEME}HOST:PORT/NAME, HOST and PORT being where this machine listens"
-    try:
-        parts = urlsplit(id)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise ConfigError(f"{id}: not a usable address; {form}") from None
-    if parts.username is not None or parts.password is not None:  # not repeated here
-        raise ConfigError(f"an address holds no user or password: put tokens into a file (env.token_file); {form}")
+    parts = url_parts(id, ("joined",), form)
     name = parts.path.strip("/")
-    if not host or not port or "/" in name or parts.query or parts.fragment:
-        raise ConfigError(f"{id}: not a usable address; {form}")
-    return host, port, name
+    if not parts.hostname or not parts.port or "/" in name:
+        raise ConfigError(f"{id}: not a usable URL; {form}")
+    return parts.hostname, parts.port, name

@@ -11,7 +11,6 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -19,7 +18,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.services import start_services
 
-from .access import DIAL_SECONDS, Access, access, unreachable
+from .access import DIAL_SECONDS, Access, access, unreachable, url_parts
 from .application import Application
 from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Hello, Notice
 from .limits import Limits
@@ -83,16 +82,8 @@ async def serve_joined(
 
 def check_join_url(url: str) -> str:
     """The trainer's address without a slash at its end. Raises `ConfigError` for another form of URL."""
-    form = "it looks like http://TRAINER:PORT or https://TRAINER:PORT"
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise ConfigError(f"--join: not a usable URL; {form}") from None
-    if parts.username is not None or parts.password is not None:  # not repeated here
-        raise ConfigError(f"--join takes no user or password: put the token into a file (--token-file F); {form}")
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"--join {url}: not a usable URL; {form}")
+    form = "--join takes one that looks like http://TRAINER:PORT or https://TRAINER:PORT"
+    url_parts(url, ("http", "https"), form, token="--token-file F")
     return url.rstrip("/")
 
 

@@ -113,6 +113,8 @@ def test_only_the_path_of_a_token_is_written_down(start, tmp_path):
         (["game.py", "http://127.0.0.1:1/x"], "reads as a file"),
         (["far", "127.0.0.1:8000"], "not a usable URL"),
         (["far", "http://me:pass@127.0.0.1:8000/x"], "no user or password"),
+        (["far", "http://me:pass@127.0.0.1:99999/x"], "no user or password"),
+        (["far", "http://127.0.0.1:99999/x"], "not a usable URL"),
         (["far", "http://127.0.0.1:1/x"], "connection refused"),
         (["far", "http://127.0.0.1:1/x", "timeout=3"], "timeout=3: not a usable URL"),
         (["far", "http://127.0.0.1:1/x", "--token-file", "none"], "No such file"),

@@ -622,8 +622,9 @@ def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
     ("name", "settings", "said"),
     [
         ("joined://0.0.0.0:9000/game", {}, "refusing to let servers join at 0.0.0.0 without tokens"),
-        ("joined://127.0.0.1/game", {}, "not a usable address"),
+        ("joined://127.0.0.1/game", {}, "not a usable URL"),
         ("joined://me:pass@127.0.0.1:9000/game", {}, "no user or password"),
+        ("joined://me:pass@127.0.0.1:port/game", {}, "no user or password"),
         ("joined://127.0.0.1:9000/game", {"tls_cert": "c"}, "TLS takes both files"),
     ],
 )
@@ -638,6 +639,7 @@ def test_an_address_that_cannot_be_used_is_one_line(name, settings, said):
     [
         (["--join", "127.0.0.1:9"], "not a usable URL"),
         (["--join", "http://a:pass@127.0.0.1:9"], "no user or password"),
+        (["--join", "http://a:pass@127.0.0.1:port"], "no user or password"),
         (["--join", "http://127.0.0.1:9", "--port", "1"], "--port does not go with --join"),
         (["--join", "http://127.0.0.1:9", "--weight", "0"], "--weight is above 0"),
         (["--weight", "2"], "go with --join"),
