@@ -99,6 +99,8 @@ def with_session(server, play, **settings):
 
     threads = set(threading.enumerate())
     result = asyncio.run(main())
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)  # asyncio's own, which waited for the process, ends a moment after it said so
     assert set(threading.enumerate()) <= threads, "no thread is left"
     return result
 
