@@ -222,7 +222,7 @@ class Application:
         finally:
             self._links.discard(answering)
 
-    # -- from request to call -----------------------------------------------------------------------------
+    # -- from request to answer ---------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every error is a problem, and the server lives on."""
