@@ -12,10 +12,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from .config import RunConfig, StageConfig, resolve
 from .errors import ConfigError, RolloutFailed, RunError
 from .models import fetch_model
 from .placement import Place, prepared, start_parts
+from .recipes import read_yaml
 from .report import PICTURE, plot
 from .run_folder import RunFolder, stage_folders, write_atomically
 from .stop import Stopped
@@ -41,7 +44,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     model: str | None = None
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
-        if summary.get("status") != "completed":
+        if summary.get("status") != "completed" or summary["steps"] < stage.steps:
             try:
                 summary = asyncio.run(_run_stage(config, stage, stage_folder, model, display))
             except asyncio.CancelledError:
@@ -73,6 +76,7 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
     if resume:
         if not (folder / "config.yaml").is_file():
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
+        _save_steps(folder / "config.yaml", config.stages[-1].steps)
         return folder
     _remove_stillborn(folder)
     if folder.exists():
@@ -85,6 +89,14 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
     return folder
 
 
+def _save_steps(file: Path, steps: int) -> None:
+    """Write down how far the last stage now goes, so that the next resume goes as far. All else stays as it was."""
+    saved = read_yaml(file)
+    if saved["stages"][-1]["steps"] != steps:
+        saved["stages"][-1]["steps"] = steps
+        write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
+
+
 def _remove_stillborn(folder: Path) -> None:
     """Delete the folder of a run that ended before its first step: nothing in it is worth a name."""
     summary = RunFolder(folder).read_summary()
@@ -92,14 +104,22 @@ def _remove_stillborn(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def resume_config(name_or_path: str, runs_dir: str) -> RunConfig:
-    """The saved configuration of a run, given by its name or its folder."""
+def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunConfig:
+    """The saved configuration of a run, given by its name or its folder; its last stage now goes to `steps`, if they
+    are given. Raises `RunError` where it has gone further already."""
     path = Path(name_or_path)
     folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / name_or_path
     if not (folder / "config.yaml").is_file():
         raise RunError(f"there is no run {name_or_path!r} in {runs_dir}/ (see: envgym runs)")
     config = resolve(file=folder / "config.yaml")
     config.runs_dir, config.name = str(folder.parent), folder.name
+    last = config.stages[-1]
+    if steps is not None:
+        wanted = resolve({"steps": steps}, file=folder / "config.yaml").stages[-1].steps
+        taken = max((record["step"] for record in stage_folders(folder, config)[-1].read_metrics()), default=0)
+        if wanted != last.steps and wanted <= taken:
+            raise RunError(f"run {folder} has taken {taken} steps: to go on, give steps a greater number")
+        last.steps = wanted
     return config
 
 

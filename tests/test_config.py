@@ -88,6 +88,25 @@ def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path)
     assert all(stage.env.name == "math_verify" for stage in (first, second))
 
 
+def test_what_a_file_says_of_one_stage_wins_over_what_it_says_of_all(tmp_path):
+    file = write(
+        tmp_path / "two.yaml",
+        """
+        env: math_verify
+        steps: 5
+        learner: {lr: 0.5, weight_decay: 0.1}
+        rollout: {tasks: 4, group_size: 2}
+        stages:
+          - {agent: replay, learner: {name: sft, lr: 0.25}, rollout: {tasks: 8}}
+          - {learner: grpo, steps: 9}
+        """,
+    )
+    for first, second in (resolve(file=file).stages, resolve(yaml.safe_load(file.read_text())).stages):
+        assert (first.steps, first.learner.settings["lr"], first.rollout.tasks) == (5, 0.25, 8)
+        assert (second.steps, second.learner.settings["lr"], second.rollout.tasks) == (9, 0.5, 4)
+        assert {stage.learner.settings["weight_decay"] for stage in (first, second)} == {0.1}
+
+
 def test_a_word_holds_for_every_stage(tmp_path):
     recipe = write(tmp_path / "two.yaml", "learner: sft\nagent: replay\nstages: [{steps: 3}, {steps: 4}]")
     stages = resolve({**ENV, "steps": 9, "learner": {"lr": 0.125}}, recipe=str(recipe)).stages

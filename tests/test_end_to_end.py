@@ -175,7 +175,7 @@ def test_the_trained_policy_is_evaluated(run):
     assert "6 tasks, 6 episodes" in printed
 
 
-def test_demonstrations_are_learned_without_an_engine(tmp_path, tiny_model):
+def test_demonstrations_are_learned_without_an_engine_and_a_finished_run_goes_further(tmp_path, tiny_model):
     program(
         tmp_path, "train", "--env", "math_verify", "--model", tiny_model, "--name", "taught", "agent=replay",
         "--learner", "sft", "learner.lr=1e-2", "steps=2", "rollout.tasks=8", "eval.tasks=8",
@@ -186,6 +186,13 @@ def test_demonstrations_are_learned_without_an_engine(tmp_path, tiny_model):
     assert run.summary["eval"]["after"]["eval/loss"] < run.summary["eval"]["before"]["eval/loss"]
     assert run.summary["tokens"] == {"sampled": 0, "trained": run.summary["tokens"]["trained"]}
     assert run.summary["tokens"]["trained"] > 0
+    before, records, config = run.summary, run.metrics, (run.folder / "config.yaml").read_text()
+    assert "completed: 3 steps" in program(tmp_path, "train", "--resume", "taught", "steps=3")
+    assert run.metrics[: len(records)] == records
+    assert [record["step"] for record in run.metrics[len(records) :]] == [3]
+    assert run.summary["eval"]["before"] == before["eval"]["before"]
+    assert run.summary["eval"]["after"]["eval/loss"] < before["eval"]["after"]["eval/loss"]
+    assert (run.folder / "config.yaml").read_text() == config.replace("  steps: 2\n", "  steps: 3\n") != config
 
 
 HALF = '''

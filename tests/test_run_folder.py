@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 
-from envgym.errors import RunError
-from envgym.run_folder import RunFolder, write_atomically
+from envgym.config import resolve
+from envgym.errors import EnvgymError, RunError
+from envgym.run import resume_config
+from envgym.run_folder import RunFolder, stage_folders, write_atomically
 
 
 @pytest.fixture
@@ -218,3 +220,40 @@ def test_summary(folder):
     assert folder.read_summary() is None
     folder.write_summary({"status": "completed", "eval": {"before": {"ci95": [0.1, 0.2]}}})
     assert folder.read_summary()["eval"]["before"]["ci95"] == [0.1, 0.2]
+
+
+# -- how far a resumed run goes ---------------------------------------------------------------------------
+
+
+def begun(path, steps, recipe=None):
+    """A run folder with its config, whose last stage has taken `steps` steps."""
+    config = resolve({"env": "math_verify", "steps": 5}, recipe=recipe)
+    path.mkdir()
+    (path / "config.yaml").write_text(config.to_yaml())
+    [*_, last] = stage_folders(path, config)
+    last.create()
+    for step in range(1, steps + 1):
+        last.append_metrics({"step": step})
+    return config
+
+
+def test_a_run_is_resumed_with_more_steps_and_otherwise_its_own_settings(tmp_path):
+    config = begun(tmp_path / "run", 5)
+    further = resume_config("run", str(tmp_path), 8)
+    assert further.stages[0].steps == 8
+    further.stages[0].steps = 5
+    assert further.stages == config.stages
+    assert resume_config("run", str(tmp_path)).stages == config.stages
+
+
+def test_of_several_stages_the_last_one_goes_further(tmp_path):
+    config = begun(tmp_path / "run", 5, recipe="sft_grpo")
+    first, last = resume_config("run", str(tmp_path), 8).stages
+    assert (first, last.steps) == (config.stages[0], 8)
+
+
+@pytest.mark.parametrize(("steps", "says"), [(3, "has taken 5 steps"), (0, "key 'steps'"), ("all", "key 'steps'")])
+def test_a_run_does_not_go_back(tmp_path, steps, says):
+    begun(tmp_path / "run", 5)
+    with pytest.raises(EnvgymError, match=says):
+        resume_config("run", str(tmp_path), steps)

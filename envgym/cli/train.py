@@ -24,7 +24,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "envgym train --env math_verify steps=50 learner.lr=1e-4\n  envgym train --resume runs/first",
     )
     add_run_options(parser)
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run, with the settings it has")
+    parser.add_argument(
+        "--resume", metavar="RUN", help="go on with this run, with the settings it has; steps=N goes further"
+    )
     options, words = parser.parse_with_words(arguments)
     config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
     invocation.debug |= config.debug
@@ -43,15 +45,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
-    """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set."""
+    """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set: only how
+    far it goes."""
     from envgym.config import RunConfig, parse_words
     from envgym.run import resume_config
 
     settings = parse_words(words)
     changed = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
-    changed += [f"{key}=…" for key in settings if key not in ("debug", "runs_dir")]
+    changed += [f"{key}=…" for key in settings if key not in ("debug", "runs_dir", "steps")]
     if changed:
         raise ConfigError(f"--resume goes on with the run's own settings: leave out {', '.join(changed)}")
     runs_dir = settings.get("runs_dir", RunConfig.model_fields["runs_dir"].default)
-    config = resume_config(options.resume, str(runs_dir))
+    config = resume_config(options.resume, str(runs_dir), settings.get("steps"))
     return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
