@@ -24,8 +24,13 @@ from envgym.render import Renderer
 from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
 
 from .conversation import Conversation
-from .endpoint import Endpoint
+from .endpoint import Access, Endpoint
 
+PASSED = (
+    "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SHELL",
+    "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Environment variables of envgym's own that every program gets, besides `LC_*`. Others may hold secrets."""
 MAX_OUTPUT = 2**20
 """Bytes of a program's output that are read; more fails the episode."""
 
@@ -37,6 +42,9 @@ class OutsideConfig(AgentConfig):
     """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` and
     the first observation on standard input (`{"messages": [...], "tools": [...], "task": {...}}`); what it prints is
     its answer."""
+    environ: tuple[str, ...] = ()
+    """Names of environment variables that the program gets besides those it needs to run at all (`PASSED`): others of
+    the trainer's, which may hold secrets, it does not see."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens the policy may sample in a whole episode; then the endpoint refuses, and the episode is truncated."""
     timeout: float = Field(240.0, gt=0)
@@ -60,6 +68,9 @@ class Outside(Agent):
         self._command = shlex.split(command) if isinstance(command, str) else list(command)
         if not self._command:
             raise ConfigError("agent.command is empty: give the program that plays")
+        for name in self.config.environ:
+            if name not in os.environ:
+                raise ConfigError(f"agent.environ names {name}, which is not set: export it, or leave it out")
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         assert engine is not None, "a sampling agent is given an engine"
@@ -67,7 +78,7 @@ class Outside(Agent):
         conversation = Conversation(self.renderer, engine, observation.sampling, self.config.max_tokens)
         async with self._endpoint.session(conversation) as access:
             try:
-                answer = await self._answer(observation, task, access.base_url, access.key)
+                answer = await self._answer(observation, task, access)
             except InvalidOutcome:
                 if conversation.error is not None:  # the program failed because it was not answered
                     raise conversation.error from None
@@ -87,7 +98,7 @@ class Outside(Agent):
             outcome = Outcome.truncated(conversation.limit or ("environment" if truncated else "turns"))
         return conversation.episode(task, outcome, reward, info, messages)
 
-    async def _answer(self, observation: Observation, task: Task, base_url: str, key: str) -> str:
+    async def _answer(self, observation: Observation, task: Task, access: Access) -> str:
         """What the program prints. Raises `InvalidOutcome` where it cannot be run, fails or does not end."""
         messages = observation.messages or (Message.of("user", observation.text or ""),)
         told = {
@@ -95,7 +106,10 @@ class Outside(Agent):
             "tools": [tool.as_dict() for tool in observation.tools],
             "task": {"id": task.id, "fields": dict(task.fields)},  # without the answer
         }
-        environ = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "OPENAI_API_BASE": base_url}
+        given = {*PASSED, *self.config.environ}
+        environ = {name: value for name, value in os.environ.items() if name in given or name.startswith("LC_")}
+        base_url = access.base_url
+        environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
@@ -103,6 +117,7 @@ class Outside(Agent):
             )
         except OSError as error:
             raise InvalidOutcome("agent", f"{self._command[0]} cannot be run: {error.strerror}") from None
+        self._endpoint.bind(access, process.pid)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

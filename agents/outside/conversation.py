@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,7 +57,9 @@ class Conversation:
         self._renderer = renderer
         self._engine = engine
         self._sampling = dict(sampling or {})
-        self._max_tokens = max_tokens
+        self._left = math.inf if max_tokens is None else float(max_tokens)
+        self._reserving = 0
+        self._freed = asyncio.Event()
         self._branches: list[Branch] = []
         self._generations: list[tuple[str, Generation]] = []
 
@@ -99,7 +103,7 @@ class Conversation:
         branch.busy = True
         try:
             context = branch.transcript.context
-            generation = await branch.transcript.sample(self._overrides(max_tokens))
+            generation = await self._sample(branch.transcript, max_tokens)
         except BaseException as error:
             branch.known = []  # it holds words that nobody answered: the request, sent again, begins anew
             if isinstance(error, OutOfBudget):
@@ -118,19 +122,31 @@ class Conversation:
         self._generations.append((answer.text, generation))
         return answer, generation, context
 
-    def _overrides(self, max_tokens: int | None) -> dict[str, Any]:
-        """The run's sampling parameters hold, so that what is trained is what explores; a program may ask for less."""
-        overrides = dict(self._sampling)
-        limits = [overrides.get("max_tokens", self._engine.sampling.max_tokens)]
-        if max_tokens is not None:
-            limits.append(max_tokens)
-        if self._max_tokens is not None:
-            left = self._max_tokens - sum(len(generation.token_ids) for _, generation in self._generations)
-            if left < 1:
-                self.limit = "tokens"
-                raise OutOfBudget("tokens")
-            limits.append(left)
-        return overrides | {"max_tokens": min(limits)}
+    async def _sample(self, transcript: Transcript, max_tokens: int | None) -> Generation:
+        """Sample within what the episode may still say. The run's sampling parameters hold, so that what is trained is
+        what explores; a program may ask for less.
+
+        Requests in parallel share the budget: each takes the most it may say out of it and gives back what it left. One
+        that finds too little waits for the others, and is cut only where they have left no more.
+        """
+        most = self._sampling.get("max_tokens", self._engine.sampling.max_tokens)
+        most = most if max_tokens is None else min(most, max_tokens)
+        while self._left < most and self._reserving:
+            self._freed.clear()
+            await self._freed.wait()
+        if self._left < 1:
+            raise OutOfBudget("tokens")
+        taken = most if self._left >= most else int(self._left)
+        self._left -= taken
+        self._reserving += 1
+        try:
+            generation = await transcript.sample({**self._sampling, "max_tokens": taken})
+            taken -= len(generation.token_ids)
+        finally:
+            self._left += taken
+            self._reserving -= 1
+            self._freed.set()
+        return generation
 
     def said(self, text: str) -> tuple[int, ...]:
         """The token ids of the program's answer, where it is the policy's last turn unchanged; else none."""

@@ -21,6 +21,7 @@ from envgym.types import Message
 
 from . import responses_api
 from .chat import Asked, Completion, Refusal, parse
+from .connected import program_of
 from .conversation import Conversation
 
 MAX_BODY = 64 * 2**20
@@ -38,10 +39,14 @@ SPENT = {
 """Why the policy may say no more. By the words `context length` and `max_tokens` programs tell it from a mistake."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Session:
+    """`program` is the process that leads the session's program, where it is known."""
+
     conversation: Conversation
     key: str
+    program: int | None = None
+    peers: set[asyncio.BaseTransport] = field(default_factory=set)
     sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
@@ -83,6 +88,11 @@ class Endpoint:
                 sampling.cancel()
             await asyncio.shield(self._leave())
 
+    def bind(self, access: Access, program: int) -> None:
+        """Say which program a session is for, by the process that leads it: other sessions' programs are refused then,
+        whatever key they show."""
+        self._sessions[access.ticket.partition(".")[0]].program = program
+
     async def _enter(self) -> None:
         async with self._lock:
             if self._runner is None:
@@ -117,7 +127,7 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            self._of_url(request)
+            await self._of_url(request)
         except Refusal as refusal:
             return refusal.response()
         return web.json_response(
@@ -164,7 +174,7 @@ class Endpoint:
     async def _asked(self, request: web.Request) -> tuple[Session, Any]:
         """The session that a request belongs to, and its body. Raises `Refusal`."""
         if "session" in request.match_info:
-            return self._of_url(request), await _body(request)
+            return await self._of_url(request), await _body(request)
         body = await _body(request)
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
@@ -173,9 +183,24 @@ class Endpoint:
         name, _, key = ticket.partition(".")
         return self._session(name, key), body
 
-    def _of_url(self, request: web.Request) -> Session:
+    async def _of_url(self, request: web.Request) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._session(request.match_info["session"], key)
+        session = self._session(request.match_info["session"], key)
+        await self._check_program(request, session)
+        return session
+
+    async def _check_program(self, request: web.Request, session: Session) -> None:
+        """Raise `Refusal` where the connection is another session's program's: programs of one user can read each
+        other's environment, and the key in it."""
+        transport = request.transport
+        if session.program is None or transport is None or transport in session.peers:
+            return
+        others = {other.program for other in self._sessions.values() if other.program is not None}
+        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        found = await asyncio.to_thread(program_of, client, server, session.program, others)
+        if found not in (None, session.program):
+            raise Refusal(401, "this key is another program's", "invalid_api_key")
+        session.peers.add(transport)
 
     def _session(self, name: str, key: str) -> Session:
         """A session by its name. Raises `Refusal` for an unknown one or another's key."""

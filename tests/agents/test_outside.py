@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import textwrap
 
@@ -14,10 +15,11 @@ from envgym.agents.outside.conversation import Conversation
 from envgym.agents.outside.endpoint import TICKET, Endpoint
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
-from envgym.errors import InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout import Play, Runner
 from envgym.sampler import EpisodeSampler
+from envgym.transcript import OutOfBudget
 from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -275,6 +277,91 @@ def test_a_budget_that_runs_out_truncates_the_episode(renderer, tmp_path, settin
     assert (episode.outcome.status, episode.outcome.reason) == ("truncated", reason)
     assert Asks.heard[0].text == "context_length_exceeded"
     assert all(len(row.token_ids) <= context for row in episode.rows)
+
+
+def test_requests_in_parallel_stay_within_the_budget_of_the_episode(renderer):
+    """They share it: one waits for what the others leave, and is cut or refused only where that is too little."""
+
+    class Slow(Scripted):
+        async def generate(self, request):
+            most.append(request.sampling.max_tokens)
+            await asyncio.sleep(0)
+            return await super().generate(request)
+
+    async def main(budget):
+        most.clear()
+        sampler = EpisodeSampler(Slow(renderer, lambda n, prompt: "ok"), "e", SamplingParams(max_tokens=8), 512)
+        conversation = Conversation(renderer, sampler, None, budget)
+        asked = (conversation.complete([Message.of("user", f"question {n}")], (), None) for n in range(16))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        said = [len(answer[1].token_ids) for answer in answers if not isinstance(answer, OutOfBudget)]
+        return conversation.limit, said
+
+    most = []
+    length = len(renderer.tokenizer.encode("ok", add_special_tokens=False)) + 1
+    limit, said = asyncio.run(main(20))
+    assert (limit, sum(said)) == ("tokens", 20)
+    assert len(said) == -(-20 // length)
+    limit, said = asyncio.run(main(16 * 8))
+    assert (limit, said) == (None, [length] * 16)
+    assert set(most) == {8}, "nothing is held back from a request that the others leave room for"
+
+
+def test_a_program_gets_no_environment_variable_that_is_not_named(renderer, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("SEARCH_KEY", "named")
+    source = PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print(json.dumps(dict(os.environ)))"
+    engine = Scripted(renderer, lambda n, prompt: "ok")
+    [episode] = play(renderer, engine, program(tmp_path, source), environ=["SEARCH_KEY"])
+    assert not episode.failed, episode.outcome
+    seen = json.loads(Asks.heard[0].text)
+    assert "SOME_SERVICE_TOKEN" not in seen
+    assert (seen["SEARCH_KEY"], seen["PATH"]) == ("named", os.environ["PATH"])
+    with pytest.raises(ConfigError, match=r"agent\.environ names NO_SUCH_KEY, which is not set"):
+        play(renderer, engine, "program", environ=["NO_SUCH_KEY"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whose a connection is can be told on Linux alone")
+def test_the_key_of_another_program_that_runs_is_of_no_use(renderer, tmp_path):
+    """One program reads the other's environment, and asks in its name, also from a process that it has started in a
+    session of its own."""
+    source = (
+        PLAIN
+        + f"""
+    import pathlib, subprocess, time
+
+    def environs():
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            try:
+                yield dict(entry.split("=", 1) for entry in path.read_text().split("\\0") if "=" in entry)
+            except (OSError, UnicodeDecodeError):
+                pass
+
+    ours, folder = os.environ["OPENAI_BASE_URL"], pathlib.Path({str(tmp_path)!r})
+    server = ours.rsplit("/", 2)[0]
+    theirs = lambda seen: (url := seen.get("OPENAI_BASE_URL", ours)) != ours and url.startswith(server)
+    ask([{{"role": "user", "content": "mine"}}])
+    if len(sys.argv) > 1:
+        sys.exit()
+    while not (found := [seen for seen in environs() if theirs(seen)]):
+        time.sleep(0.01)
+    again = [sys.executable, __file__, "again"]
+    child = subprocess.run(again, env=found[0], start_new_session=True, capture_output=True, text=True)
+    own = subprocess.run(again, start_new_session=True)
+    os.environ.update(found[0])
+    try:
+        ask([{{"role": "user", "content": "theirs"}}])
+    except urllib.error.HTTPError as refused:
+        print(refused.code, json.load(refused)["error"]["message"], "401" in child.stderr, own.returncode)
+    (folder / ours.rsplit("/", 2)[1]).touch()
+    while len([path for path in folder.iterdir() if path.suffix != ".py"]) < 2:  # theirs tries as well
+        time.sleep(0.01)
+    """
+    )
+    episodes = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), size=2)
+    assert [episode.outcome.message for episode in episodes if episode.failed] == []
+    assert [action.text for action in Asks.heard] == ["401 this key is another program's True 0"] * 2
+    assert [episode.metrics["calls"] for episode in episodes] == [2.0, 2.0]
 
 
 # -- the endpoint alone -----------------------------------------------------------------------------------
