@@ -11,7 +11,6 @@ from typing import Any
 
 from .agent import Sampler
 from .engines.base import Generation
-from .errors import WorkerError
 from .types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 
@@ -69,8 +68,6 @@ class Transcript:
         if self.rows[0].turns and len(context) >= self._engine.max_model_len:
             raise OutOfBudget("context")
         generation = await self._engine.generate(context, wanted)
-        if generation.stop_reason is StopReason.ABORT:
-            raise WorkerError("the engine gave a request up before it was done")
         self.record(generation, wanted.get("temperature", self._engine.sampling.temperature))
         if self._left is not None:
             self._left -= len(generation.token_ids)

@@ -186,8 +186,6 @@ class StopReason(StrEnum):
     """The model ended its turn (end-of-turn token or stop string)."""
     LENGTH = "length"
     """The turn's or the episode's token budget ran out."""
-    ABORT = "abort"
-    """The engine gave the request up (shutdown, deadline)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,14 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
+    async def steps(self) -> int:
+        """How many steps were taken so far. It grows while anything is sampled or scored, so that whoever waits can
+        tell an engine that is slow from one that hangs."""
+        ...
+
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raises `PromptTooLong` where the prompt fills the context."""
+        """Sample one turn. Raises `PromptTooLong` where the prompt fills the context, and `InvalidOutcome` of kind
+        `engine` where the request was given up before it was done: that is no answer cut short."""
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:

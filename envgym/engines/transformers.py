@@ -45,7 +45,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        return len(self.token_ids) >= self.max_tokens or self.stopped
+        return len(self.token_ids) >= self.max_tokens or self.stopped or self.future.cancelled()
 
     @property
     def stopped(self) -> bool:
@@ -90,6 +90,7 @@ class TransformersEngine:
         self._end_tokens = end_tokens(config, model)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._version = 0
+        self._steps = 0
         self._has_adapter = False
         self._waiting: list[Sample] = []
         self._sampling: asyncio.Task[None] | None = None
@@ -98,6 +99,9 @@ class TransformersEngine:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(f"transformers {transformers.__version__}", self._max_model_len)
+
+    async def steps(self) -> int:
+        return self._steps
 
     async def generate(self, request: Request) -> Generation:
         wanted = request.sampling
@@ -113,9 +117,11 @@ class TransformersEngine:
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         check_fits(token_ids, self._max_model_len)
+        await self._may_step.wait()
         ids = torch.tensor([token_ids], device=self._device)
         with torch.inference_mode():
             logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        self._steps += 1
         return [float(x) for x in logprobs.gather(1, ids[0, 1:, None])[:, 0]]
 
     async def load_weights(self, path: str, version: int) -> None:
@@ -165,6 +171,7 @@ class TransformersEngine:
 
     async def _sample_while_busy(self) -> None:
         while self._waiting:
+            await self._may_step.wait()
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             try:
                 await self._sample(batch)
@@ -180,6 +187,7 @@ class TransformersEngine:
             version, cache, mask = self._version, None, None
             while version == self._version and not all(sample.finished for sample in batch):
                 logits, cache, mask = self._forward(batch, cache, mask)
+                self._steps += 1
                 for row, sample in zip(logits, batch, strict=True):
                     if not sample.finished:
                         token, logprob = sample_token(row, sample.request.sampling, sample.generator or self._generator)

@@ -16,7 +16,7 @@ from typing import Any
 from envgym.engines.base import EngineInfo, Generation, Request
 from envgym.engines.checkpoint import check_model_folder, end_tokens, read_weights
 from envgym.engines.context import check_fits, max_new_tokens
-from envgym.errors import ConfigError, MissingDependency, WorkerError, did_you_mean, missing_package
+from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.types import StopReason, VersionSpan
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
@@ -25,6 +25,9 @@ OLDEST, TOO_NEW = (0, 32), (0, 34)
 LOOP_TURNS = 5
 """Turns of the event loop between two steps: to hand results over, write them out, read what came in answer and
 add it, so that the next turn of an episode joins the very next step. A turn costs some 10 microseconds."""
+
+STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetition": StopReason.LENGTH}
+"""What vLLM's finish reasons mean. The others (`abort`, `error`) say that the request was not answered."""
 
 CPU_CACHE_BYTES = 2 * 2**30
 GPU_SHARE = 0.5
@@ -77,10 +80,14 @@ class VLLMEngine:
         self._may_step.set()
         self._broken: str | None = None
         self._scores = 0
+        self._steps = 0
         self._engine.set_weight_version("0")
 
     async def info(self) -> EngineInfo:
         return EngineInfo(f"vllm {self._version}", self._max_model_len)
+
+    async def steps(self) -> int:
+        return self._steps
 
     async def generate(self, request: Request) -> Generation:
         from vllm import SamplingParams
@@ -104,10 +111,12 @@ class VLLMEngine:
         if request.multi_modal is not None:
             prompt["multi_modal_data"] = request.multi_modal
         output = (await self._run(request.id, prompt, sampling)).outputs[0]
+        if output.finish_reason not in STOP_REASONS:
+            raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
         return Generation(
             token_ids=tuple(output.token_ids),
             logprobs=tuple(output.logprobs.logprobs),
-            stop_reason=StopReason.STOP if output.finish_reason == "stop" else StopReason.LENGTH,
+            stop_reason=STOP_REASONS[output.finish_reason],
             versions=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
         )
 
@@ -130,6 +139,8 @@ class VLLMEngine:
         )
         self._scores += 1
         output = await self._run(f"score-{self._scores}", {"prompt_token_ids": prompt}, sampling)
+        if output.outputs[0].finish_reason not in STOP_REASONS:
+            raise WorkerError(_given_up(output.outputs[0].finish_reason))
         logprobs = list(output.prompt_logprobs.logprobs)
         if full:
             logprobs.append(output.outputs[0].logprobs[0][token_ids[-1]].logprob)
@@ -200,6 +211,7 @@ class VLLMEngine:
         try:
             while self._engine.has_unfinished_requests():
                 await self._may_step.wait()
+                self._steps += 1
                 for output in self._engine.step():
                     future = self._waiting.get(output.request_id)
                     if future is not None and not future.done():
@@ -231,6 +243,10 @@ class WeightFile:
         tied = self.model_runner.model_config.hf_text_config.tie_word_embeddings
         # Not `model.load_weights`: on a CPU the loaded matrices have been repacked and only a reload repacks again.
         self.model_runner.reload_weights(weights_iterator=read_weights(path, tied=tied))
+
+
+def _given_up(reason: str | None) -> str:
+    return f"vLLM gave a request up before it was done (finish reason {reason!r})"
 
 
 def _import_vllm() -> str:

@@ -20,7 +20,7 @@ from envgym.types import Episode, Group, Message, Status, StopReason
 SCORER = "envgym"
 LIMITS = {"turns": "turn", "tokens": "token", "length": "token", "context": "context", "time": "time"}
 """Ours of the limits that inspect_ai has a name for; the others are `custom`."""
-STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens", StopReason.ABORT: "unknown"}
+STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens"}
 SETTINGS = ("env", "split", "weight", "cluster", "samples", "sampling", "fingerprints")
 """What of an environment's result says how it was played."""
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")

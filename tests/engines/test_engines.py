@@ -141,6 +141,19 @@ def test_stop_and_length(engine):
         engine.generate([Request("long", (5,) * CONTEXT, SamplingParams(max_tokens=1))])
 
 
+def test_the_models_own_end_token_ends_a_turn(engine, policy):
+    """One that the model's config names, and nobody else does. The prompt is one after which it is the likeliest."""
+    prompts = torch.randint(3, 512, (2000, 2), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        best = policy(prompts).logits[:, -1].topk(2)
+    margins = (best.values[:, 0] - best.values[:, 1]).masked_fill(best.indices[:, 0] != END, -1)
+    assert margins.max() > 1e-3
+    prompt = tuple(prompts[margins.argmax()].tolist())
+    [generation] = engine.generate([Request("end", prompt, SamplingParams(max_tokens=5, temperature=0))])
+    assert generation.token_ids == (END,)
+    assert generation.stop_reason is StopReason.STOP
+
+
 def test_a_seed_fixes_a_request_whatever_runs_beside_it(engine):
     one = Request("one", tuple(range(3, 30)), SamplingParams(max_tokens=16, seed=11))
     alone = engine.generate([one])[0]
@@ -195,18 +208,28 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
             assert_exact(weights, request, generation, (span.start, span.end))
 
 
-def test_pause_keeps_requests_and_resume_finishes_them(engine, policy):
-    request = Request("paused", tuple(range(3, 20)), SamplingParams(max_tokens=8))
+def test_nothing_is_sampled_while_paused(engine, new_policy):
+    """Weights that come meanwhile sample all there is."""
+    other, path = new_policy
+    request, token_ids = Request("paused", tuple(range(3, 20)), SamplingParams(max_tokens=8)), tuple(range(3, 40))
 
     async def main():
         await engine.worker.call("pause")
-        task = asyncio.create_task(engine.worker.call("generate", request))
-        done, _ = await asyncio.wait({task}, timeout=0.5)
-        assert not done
+        before = await engine.worker.call("steps")
+        tasks = [asyncio.create_task(engine.worker.call("generate", request))]
+        tasks += [asyncio.create_task(engine.worker.call("score", token_ids))]
+        await asyncio.sleep(0)
+        await engine.worker.call("load_weights", path, 3)
+        assert await engine.worker.call("steps") == before
         await engine.worker.call("resume")
-        return await task
+        results = await asyncio.gather(*tasks)
+        assert await engine.worker.call("steps") > before
+        return results
 
-    assert_exact(policy, request, engine.runner.run(main()))
+    generation, scored = engine.runner.run(main())
+    assert {span.version for span in generation.versions} == {3}
+    assert_exact(other, request, generation)
+    assert (torch.tensor(scored) - logprobs_of(other, token_ids)).abs().max() < 1e-4
 
 
 def test_sleep_and_wake(engine, policy):
@@ -228,6 +251,23 @@ def test_a_cancelled_request_leaves_the_others(engine, policy):
 
     for request, generation in zip(wave[1:], engine.runner.run(main()), strict=True):
         assert_exact(policy, request, generation)
+
+
+def test_nothing_is_sampled_for_requests_that_were_given_up(engine):
+    async def main():
+        before = await engine.worker.call("steps")
+        await engine.worker.call("pause")
+        wave = requests(4, SamplingParams(max_tokens=100), "g")
+        tasks = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
+        await engine.worker.call("info")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.worker.call("resume")
+        await engine.worker.call("generate", Request("after", (5, 6), SamplingParams(max_tokens=1)))
+        return await engine.worker.call("steps") - before
+
+    assert engine.runner.run(main()) < 10
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])

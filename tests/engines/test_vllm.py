@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
 from envgym.engines.checkpoint import read_weights
-from envgym.errors import ConfigError
+from envgym.engines.vllm import VLLMEngine
+from envgym.errors import ConfigError, InvalidOutcome, WorkerError
+from envgym.types import StopReason
 from envgym.workers.local import LocalRuntime
 
 
@@ -62,6 +65,69 @@ def test_what_vllm_refuses_is_one_line(tiny_model, tmp_path, engine_args, said):
     with pytest.raises(ConfigError, match=f"vLLM cannot load .*{said}") as failure:
         run_with_engine(tiny_model, tmp_path, None, engine_args=engine_args)
     assert "\n" not in str(failure.value)
+
+
+class Ends:
+    """vLLM's engine, where every request ends after two tokens for the same reason."""
+
+    def __init__(self, reason):
+        self.reason = reason
+        self.requests = []
+        config = SimpleNamespace(max_model_len=64, hf_config=SimpleNamespace(eos_token_id=0))
+        self.vllm_config = SimpleNamespace(model_config=config)
+        self.set_weight_version = lambda version: None
+
+    def add_request(self, name, *args, **kwargs):
+        self.requests.append(name)
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        said = SimpleNamespace(
+            token_ids=(5, 6),
+            finish_reason=self.reason,
+            logprobs=SimpleNamespace(logprobs=[-1.0, -1.0]),
+            weight_versions=(),
+        )
+        prompt_logprobs = SimpleNamespace(logprobs=[-1.0, -2.0])
+        while self.requests:
+            yield SimpleNamespace(request_id=self.requests.pop(), outputs=[said], prompt_logprobs=prompt_logprobs)
+
+
+@pytest.fixture
+def ends(tiny_model, monkeypatch):
+    """ends(reason) -> an engine whose requests end so. vLLM itself says `abort` and `error` only where it breaks."""
+    vllm, sampling_params = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    vllm.SamplingParams = dict
+    sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY=None)
+    for module in (vllm, sampling_params):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("envgym.engines.vllm._import_vllm", lambda: "0.32.0")
+
+    def make(reason):
+        monkeypatch.setattr("envgym.engines.vllm._build", lambda *args: Ends(reason))
+        return VLLMEngine(str(tiny_model))
+
+    return make
+
+
+@pytest.mark.parametrize(("reason", "meant"), [("stop", "stop"), ("length", "length"), ("repetition", "length")])
+def test_why_a_request_ended(ends, reason, meant):
+    engine = ends(reason)
+    generation = asyncio.run(engine.generate(Request("r", (3, 4), SamplingParams(max_tokens=4))))
+    assert generation.stop_reason is StopReason(meant)
+    assert generation.token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "something newer", None])
+def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
+    engine = ends(reason)
+    with pytest.raises(InvalidOutcome, match=f"gave a request up .*{reason}") as failure:
+        asyncio.run(engine.generate(Request("r", (3, 4), SamplingParams(max_tokens=4))))
+    assert (failure.value.kind, failure.value.retryable) == ("engine", True)
+    with pytest.raises(WorkerError, match="gave a request up"):
+        asyncio.run(engine.score((3, 4, 5)))
 
 
 def test_a_tied_head_is_never_left_out(tmp_path):

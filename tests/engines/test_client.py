@@ -1,0 +1,112 @@
+"""The controller's end of an engine: how long it waits for one that hangs, and for one that is only slow."""
+
+import asyncio
+
+import pytest
+
+from envgym.engines import client
+from envgym.engines.base import Request, SamplingParams
+from envgym.engines.client import EngineClient
+from envgym.errors import WorkerDied, WorkerError
+
+REQUEST = Request("r", (1, 2), SamplingParams(max_tokens=4))
+
+
+class Handle:
+    """A worker whose engine answers `generate` and `score` when `answered` is set, and meanwhile takes a step between
+    two looks (`moves`), none, or does not say so (`silent`)."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.looks = 0
+        self.cancelled = 0
+        self.answered = asyncio.Event()
+
+    async def call(self, method, *args):
+        if method == "steps":
+            self.looks += 1
+            if self.looks == 5 * client.PATIENCE:
+                self.answered.set()
+            if self.kind == "gone":
+                raise WorkerError("the worker has been closed")
+            return await self.never() if self.kind == "silent" else self.looks * (self.kind == "moves")
+        try:
+            await (self.answered.wait() if method in ("generate", "score") else self.never())
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return method
+
+    async def never(self):
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """ask(kind, body) -> what `body(client, handle)` gives, over an engine of that kind; looking takes no time."""
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+
+    async def main(kind, body):
+        handle = Handle(kind)
+        return await body(EngineClient(handle), handle)
+
+    return lambda kind, body: asyncio.run(main(kind, body))
+
+
+@pytest.mark.parametrize("kind", ["paused", "silent"])
+def test_an_engine_that_stands_still_is_as_good_as_dead(ask, kind):
+    async def body(engine, handle):
+        calls = [engine.generate(REQUEST), engine.generate(REQUEST), engine.score((1, 2))]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in errors] == [WorkerDied] * 3
+        assert handle.cancelled == 3  # the engine is told, should it still listen
+        return str(errors[0])
+
+    assert "the engine has taken no step for" in ask(kind, body)
+
+
+def test_an_answer_may_take_as_long_as_it_needs_while_the_engine_moves(ask):
+    async def body(engine, handle):
+        answers = await asyncio.gather(engine.generate(REQUEST), engine.score((1, 2)))
+        assert handle.looks >= 5 * client.PATIENCE
+        return answers
+
+    assert ask("moves", body) == ["generate", "score"]
+
+
+def test_it_is_watched_again_after_it_was_idle(ask):
+    async def body(engine, handle):
+        handle.answered.set()
+        assert await engine.generate(REQUEST) == "generate"
+        handle.answered.clear()
+        with pytest.raises(WorkerDied, match="no step"):
+            await engine.generate(REQUEST)
+
+    ask("paused", body)
+
+
+def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
+    async def body(engine, handle):
+        asking = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        with pytest.raises(TimeoutError):  # the caller's own limit is none of ours
+            async with asyncio.timeout(0):
+                await engine.generate(REQUEST)
+        assert handle.cancelled == 2
+
+    ask("moves", body)
+
+
+@pytest.mark.parametrize("call", [("load_weights", "path", 1), ("load_adapter", "path", 1), ("pause",), ("info",)])
+def test_other_calls_have_a_deadline(ask, call, monkeypatch):
+    monkeypatch.setattr(client, "CONTROL_SECONDS", 0.0)
+    method, *args = call
+
+    async def body(engine, handle):
+        with pytest.raises(WorkerDied, match=f"the engine hangs: {method} did not end"):
+            await getattr(engine, method)(*args)
+
+    ask("paused", body)
