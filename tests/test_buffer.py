@@ -51,7 +51,10 @@ def test_attempts_that_were_played_again_are_counted():
     played = group("a", 1.0, 0.0)
     played.lost, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
     buffer.add([played])
-    assert (buffer.failures, buffer.played_again, buffer.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
+    restored = Buffer(2, needs_reward=True)
+    restored.load_state(pickle.loads(pickle.dumps(buffer.state())))
+    for one in (buffer, restored):
+        assert (one.failures, one.played_again, one.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
 
 
 def test_episodes_without_a_reward_stay_where_none_is_needed():

@@ -1,15 +1,58 @@
-"""Deadlines, all behind one timer of their event loop, that stand still while a rate limit is waited for."""
+"""Deadlines, all behind one timer of their event loop, that stand still while a rate limit is waited for.
+
+By a clock that moves only where everything waits: to the moment of the next timer.
+"""
 
 import asyncio
 import contextlib
 import gc
 import random
-import time
+import selectors
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
+from envgym import deadline as deadline_module
 from envgym.deadline import Deadline, standing_still
+
+
+class Skipping(selectors.DefaultSelector):
+    """Does not wait: the clock is `now`, and skips what would be waited for."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "nothing would ever happen any more"
+            self.now += timeout
+        return ready
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self):
+        self.clock = Skipping()
+        super().__init__(self.clock)
+
+    def time(self):
+        return self.clock.now
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`asyncio.run` by that clock."""
+
+    def now():
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=now))
+
+    def run(work):
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            return runner.run(work)
+
+    return run
 
 
 async def waiting(seconds):
@@ -24,7 +67,7 @@ async def under(deadline):
         await asyncio.sleep(0.15)
 
 
-def test_what_is_waited_for_does_not_count_and_the_rest_does():
+def test_what_is_waited_for_does_not_count_and_the_rest_does(run):
     async def main():
         async with Deadline(0.2), Deadline(0.2):
             await waiting(0.3)
@@ -35,10 +78,10 @@ def test_what_is_waited_for_does_not_count_and_the_rest_does():
             await under(deadline)
         assert deadline.expired()
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_what_outlives_the_deadline_around_it_does_no_harm():
+def test_what_outlives_the_deadline_around_it_does_no_harm(run):
     async def main():
         async with Deadline(0.05):
             left = asyncio.create_task(waiting(0.1))
@@ -50,7 +93,7 @@ def test_what_outlives_the_deadline_around_it_does_no_harm():
                 await asyncio.sleep(1)
         await late
 
-    asyncio.run(main())
+    run(main())
 
 
 async def _late():
@@ -68,12 +111,12 @@ async def expires_after(seconds):
     return now() - began
 
 
-def test_many_deadlines_are_over_each_at_its_own_time():
+def test_many_deadlines_are_over_each_at_its_own_time(run):
     async def main():
         over = []
 
         async def one(seconds):
-            assert await expires_after(seconds) >= seconds * 0.99
+            assert await expires_after(seconds) == pytest.approx(seconds)
             over.append(seconds)
 
         async def kept():
@@ -85,19 +128,19 @@ def test_many_deadlines_are_over_each_at_its_own_time():
         await asyncio.gather(*map(one, shuffled), *(kept() for _ in range(10)))
         assert over == times
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_deadline_that_is_set_after_a_later_one_does_not_wait_for_it():
+def test_a_deadline_that_is_set_after_a_later_one_does_not_wait_for_it(run):
     async def main():
         async with Deadline(10):
             for _ in range(2):  # the second finds the timer set for the later one
-                assert 0.05 <= await expires_after(0.05) < 5
+                assert await expires_after(0.05) == pytest.approx(0.05)
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both():
+def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both(run):
     async def nested(outer, inner):
         async with outer:
             await expires_after(0.05)
@@ -111,10 +154,10 @@ def test_a_deadline_inside_another_is_over_alone_and_the_outer_one_ends_both():
             await nested(outer, inner)
         assert (outer.expired(), inner.expired()) == (True, False)
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_deadline_can_be_made_to_be_over_now_and_not_once_it_is_left():
+def test_a_deadline_can_be_made_to_be_over_now_and_not_once_it_is_left(run):
     async def main():
         async def work(deadline):
             async with deadline:
@@ -131,10 +174,10 @@ def test_a_deadline_can_be_made_to_be_over_now_and_not_once_it_is_left():
                 await working
         assert (done.expired(), given_up.expired()) == (False, True)
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_an_event_loop_in_which_deadlines_were_used_is_forgotten():
+def test_an_event_loop_in_which_deadlines_were_used_is_forgotten(run):
     async def main():
         async with Deadline(100):
             await expires_after(0.01)
@@ -142,14 +185,14 @@ def test_an_event_loop_in_which_deadlines_were_used_is_forgotten():
         await asyncio.sleep(0)
         assert not left.done()  # `asyncio.run` ends it
 
-    def run():
+    def once():
         loops = []
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=Loop) as runner:
             loops.append(weakref.ref(runner.get_loop()))
             runner.run(main())
         return loops[0]
 
-    loop = run()
+    loop = once()
     gc.collect()
     assert loop() is None
 
@@ -159,9 +202,9 @@ async def waiting_under(deadline):
         await asyncio.sleep(100)
 
 
-def test_work_is_under_its_deadline_from_its_first_wait_on():
+def test_work_is_under_its_deadline_from_its_first_wait_on(run):
     async def held(seconds, *, blocks=0.0):
-        time.sleep(blocks)  # noqa: ASYNC251 - as an environment may
+        asyncio.get_running_loop().clock.now += blocks  # as an environment may that does not await
         await asyncio.sleep(seconds)
         return "done"
 
@@ -196,10 +239,10 @@ def test_work_is_under_its_deadline_from_its_first_wait_on():
                 await deadline.over(work)
             assert deadline.expired()
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it():
+def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it(run):
     async def main():
         ended = []
 
@@ -220,10 +263,10 @@ def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it():
         assert ended
         assert not deadline.expired()
 
-    asyncio.run(main())
+    run(main())
 
 
-def test_a_clock_that_is_set_again_while_it_rings_does_no_harm():
+def test_a_clock_that_is_set_again_while_it_rings_does_no_harm(run):
     async def main():
         wrong = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
@@ -232,6 +275,7 @@ def test_a_clock_that_is_set_again_while_it_rings_does_no_harm():
             while True:
                 with standing_still():  # sets the clock anew, without waiting
                     pass
+                asyncio.get_running_loop().clock.now += 0.01
                 await asyncio.sleep(0)
 
         async def ends_slowly():
@@ -247,4 +291,4 @@ def test_a_clock_that_is_set_again_while_it_rings_does_no_harm():
             await ends_slowly()
         assert wrong == []
 
-    asyncio.run(main())
+    run(main())

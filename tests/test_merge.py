@@ -90,10 +90,13 @@ def test_a_reward_model(base, request, tmp_path, capsys):
     logits = make_adapter(tmp_path / "adapter", model, "SEQ_CLS", head="score")
     merge(capsys, tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    text = "what is twelve plus thirty-four?"
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, atol=1e-5, rtol=0)
-    [(reward, _, _)] = RewardWorker(str(tmp_path / "merged")).score(["what is twelve plus thirty-four?"])
-    assert reward is not None
+        ids = AutoTokenizer.from_pretrained(folder).encode(f"{text}<|im_end|>", return_tensors="pt")
+        expected = float(merged(input_ids=ids).logits[0, 0])
+    [(reward, _, _)] = RewardWorker(str(tmp_path / "merged")).score([text])
+    assert reward == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.fixture

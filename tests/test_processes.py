@@ -3,7 +3,6 @@
 import asyncio
 import os
 import tempfile
-import time
 
 import pytest
 
@@ -137,10 +136,8 @@ def test_a_caller_that_gives_up_has_the_process_checked(run, tmp_path):
         first = await pool.call("pid", timeout=10)
         for method in ("wait", "block"):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.call(method, 60, timeout=100), 0.2)
-            began = time.monotonic()
-            then = await pool.call("pid", timeout=10)
-            assert time.monotonic() - began < 10
+                await asyncio.wait_for(pool.call(method, 600, timeout=1000), 0.2)
+            then = await pool.call("pid", timeout=60)
             assert (then == first) == (method == "wait")
 
     run(body, logs=str(tmp_path / "logs"))

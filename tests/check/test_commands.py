@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from envgym.cli.environments.new import FOLDER, KINDS
@@ -111,19 +112,30 @@ def family(mark):
 
 @pytest.mark.parametrize("animal", ["endings.py:LeavesAProcess", "returns.py:HoldsTheLoopForGood"])
 def test_ctrl_c_ends_a_check_and_all_that_it_started(tmp_path, animal):
-    mark = f"ENVGYM_TEST_MARK={tmp_path}"
+    mark, playing = f"ENVGYM_TEST_MARK={tmp_path}", tmp_path / "playing"
+    file, _, name = animal.partition(".py:")
+    (tmp_path / "animal.py").write_text(
+        f"import pathlib, sys\n"
+        f"sys.path.insert(0, {str(ZOO)!r})\n"
+        f"from {file} import {name}\n"
+        f"class Animal({name}):\n"
+        f"    async def step(self, action):\n"
+        f"        pathlib.Path({str(playing)!r}).touch()\n"
+        f"        return await super().step(action)\n"
+    )
     with subprocess.Popen(
-        [ENVGYM, "envs", "check", f"{ZOO}/{animal}"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [ENVGYM, "envs", "check", "animal.py:Animal"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env={**os.environ, "ENVGYM_TEST_MARK": str(tmp_path)},
     ) as program:  # fmt: skip
-        for line in program.stdout:
-            if "fingerprints" in line:
-                break
-        time.sleep(0.3)  # now it plays
+        deadline = time.monotonic() + 60
+        while not playing.exists():
+            assert time.monotonic() < deadline
+            assert program.poll() is None
+            time.sleep(0.02)
         program.send_signal(signal.SIGINT)
-        _, stderr = program.communicate(timeout=20)
+        _, stderr = program.communicate(timeout=60)
     assert (program.returncode, stderr) == (130, "envgym: interrupted\n")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while family(mark):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -229,6 +241,15 @@ class Terminal:
         assert found, self.text
         self.text = self.text[found.end() :]
 
+    def wait_until_it_reads(self, seconds=60):
+        """Wait until the program sleeps and uses no time any more."""
+        program, deadline = psutil.Process(self.program.pid), time.monotonic() + seconds
+        seen = []
+        while len(seen) < 10 or len(set(seen[-10:])) > 1 or seen[-1][0] != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, seen[-10:]
+            time.sleep(0.02)
+            seen.append((program.status(), program.cpu_times()))
+
     def end(self):
         status = self.program.wait(30)
         os.close(self.ours)
@@ -258,7 +279,7 @@ def test_an_episode_at_a_terminal(tmp_path, guess):
 def test_ctrl_c_at_a_terminal_closes_the_environment(tmp_path, guess):
     terminal = Terminal(tmp_path, "envs", "try", guess)
     terminal.wait_for("> ")
-    time.sleep(0.5)  # quicker than any hand, it would come between the prompt and the reading
+    terminal.wait_until_it_reads()  # quicker than any hand, Ctrl-C would come between the prompt and the reading
     terminal.type("\x03")
     terminal.wait_for("closed")
     terminal.wait_for("envgym: interrupted")

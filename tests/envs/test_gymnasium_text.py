@@ -3,7 +3,7 @@
 import asyncio
 import random
 import sys
-import time
+import threading
 
 import gymnasium
 import numpy as np
@@ -17,20 +17,24 @@ TARGET = "envgym.envs.gymnasium_text:GymnasiumText"
 STILL = {"is_slippery": False}
 
 
-class Remote(gymnasium.Env):
-    """Says what it was told: one instance for each kind of action space. A step takes `seconds`."""
+MEETING = threading.Barrier(20)
 
-    def __init__(self, space, seconds=0.0):
+
+class Remote(gymnasium.Env):
+    """Says what it was told: one instance for each kind of action space. One that `meets` steps with 19 others."""
+
+    def __init__(self, space, meets=False):
         self.action_space = space
         self.observation_space = gymnasium.spaces.Text(200)
-        self.seconds = seconds
+        self.meets = meets
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "ready", {}
 
     def step(self, action):
-        time.sleep(self.seconds)
+        if self.meets:
+            MEETING.wait(60)
         return repr(action.tolist() if isinstance(action, np.ndarray) else action), -0.5, False, False, {}
 
 
@@ -271,14 +275,12 @@ def test_concurrent_episodes_do_not_meet_and_block_nobody():
     spec = make(map_size=6)
     assert asyncio.run(together(spec)) == [run(spec, answers, index=index) for index in range(16)]
 
-    slow = make("tests/Remote-v0", kwargs={"space": SPACES.Discrete(9), "seconds": 0.2})
+    meeting = make("tests/Remote-v0", kwargs={"space": SPACES.Discrete(9), "meets": True})
 
-    async def slowly():
-        await asyncio.gather(*(play(slow, ["1", "2"]) for _ in range(20)))
+    async def side_by_side():
+        await asyncio.gather(*(play(meeting, ["1", "2"]) for _ in range(20)))
 
-    begun = time.monotonic()
-    asyncio.run(slowly())
-    assert time.monotonic() - begun < 3.0  # one after the other it would be 8
+    asyncio.run(side_by_side())
 
 
 def test_it_is_its_description():

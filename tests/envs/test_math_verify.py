@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.env import EnvSpec
+from envgym.envs.math_verify import grader
 from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
 from envgym.envs.math_verify.arithmetic import ArithmeticTasks, held_out_tasks
 from envgym.errors import ConfigError, MissingDependency, WorkerError
@@ -232,10 +233,10 @@ def test_hostile_answers_end_by_their_deadline_and_earn_nothing():
 
 
 def test_hundreds_of_hostile_answers_delay_no_good_one():
-    """Good answers that need the library are behind 200 towers that take 1 s each, and are graded before two end."""
+    """Good answers that need the library are behind 200 towers that take their whole deadline each."""
 
     async def main():
-        async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
+        async with envgym.spec("math_verify", grader_timeout=20) as spec:
             assert (await spec.grade("1+x", "x+1")).correct  # a process is ready
             hostile = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "5")) for n in range(200)]
             good = [await spec.grade(f"x^2+{n}", f"{n}+x^2") for n in range(50)]
@@ -276,19 +277,17 @@ def test_a_hanging_answer_holds_up_only_its_own_process():
     assert all(verdict.correct for verdict in verdicts[1:])
 
 
-def test_equal_questions_are_graded_once():
+def test_equal_questions_are_graded_once(monkeypatch):
     """Eight members of a group give one hostile answer: one deadline passes, not eight."""
+    asked, ask = [], grader.Worker.ask
+    monkeypatch.setattr(grader.Worker, "ask", lambda self, *args: asked.append(args) or ask(self, *args))
 
     async def main():
         async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
-            await spec.grade("10^{20}!", "warm")
-            started = time.monotonic()
-            verdicts = await asyncio.gather(*(spec.grade(TOWER, "5") for _ in range(8)))
-            return verdicts, time.monotonic() - started
+            return await asyncio.gather(*(spec.grade(TOWER, "5") for _ in range(8)))
 
-    verdicts, seconds = asyncio.run(main())
-    assert {verdict.failure for verdict in verdicts} == {"timeout"}
-    assert seconds < 8
+    assert {verdict.failure for verdict in asyncio.run(main())} == {"timeout"}
+    assert len(asked) == 1
 
 
 def test_a_killed_process_is_replaced_and_its_answer_tried_again():
@@ -335,14 +334,14 @@ def test_a_spec_serves_one_event_loop_after_another():
 
 
 def test_teardown_ends_every_process_at_once_also_those_that_hang():
+    """Long before the deadline of an answer, and that of this test."""
+
     async def main(spec):
         async with spec:
             await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("5!", "1200/10"))  # a process of either kind
             hanging = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "5")) for n in range(5)]
             await spec.grade("2+x", "x+2")
             pids = workers(spec)
-            started = time.monotonic()
-        assert time.monotonic() - started < 30, "the deadline is 1000 s"
         outcomes = await asyncio.gather(*hanging, return_exceptions=True)
         assert all(isinstance(outcome, WorkerError) for outcome in outcomes)
         return pids

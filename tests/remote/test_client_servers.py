@@ -224,13 +224,14 @@ def test_a_server_with_other_tasks_that_answers_late_is_given_nothing(game, star
     async def late(request, forward):
         if request.path == "/v1/envs" and not answered.is_set():
             await asyncio.sleep(0.7)
+            answer = await forward()
             answered.set()
+            return answer
         return await forward()
 
     async def main() -> None:
         async with meddling(other.url, late) as url, registry.spec("game", urls=[url, game.url], timeout=0.5) as spec:
             await answered.wait()
-            await asyncio.sleep(0.1)
             [first, _] = spec.replicas._replicas
             for _ in range(2):
                 assert first.description is None
@@ -255,8 +256,10 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
                 await env.reset(seed=1)
 
             begun = [asyncio.create_task(begin(env)) for env in envs]  # and none of them ends
-            await asyncio.sleep(0.1)
-            assert [task.done() for task in begun].count(True) <= 1
+            async with asyncio.timeout(30):
+                while not any(task.done() for task in begun):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert [task.done() for task in begun].count(True) == 1
             await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={port}")
             async with asyncio.timeout(5):
                 await asyncio.gather(*begun)

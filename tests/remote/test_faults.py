@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -186,17 +187,22 @@ def test_giving_a_step_up_closes_its_session_on_the_server(start):
     assert [server.line(), server.line()] == ["hanging", "closed"]
 
 
-def test_leases_run_out_but_not_while_the_environment_is_at_work():
+def test_leases_run_out_but_not_while_the_environment_is_at_work(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("envgym.remote.sessions.time", SimpleNamespace(monotonic=lambda: now))
+
     async def main() -> None:
+        nonlocal now
         async with registry.spec(f"{GAME}:GuessSpec", meeting=2) as spec:
-            application = Application({"game": spec}, Limits(lease_seconds=0.05), None)
+            application = Application({"game": spec}, Limits(lease_seconds=5.0), None)
             sessions = application.sessions
             idle, busy, kept = (
                 sessions.open(ANYONE, Opening(session_id=name, seed=0)) for name in ("idle", "busy", "kept")
             )
             await asyncio.gather(*(session.open() for session in (idle, busy, kept)))
             step = asyncio.create_task(busy.step(Step(step_id=0, action=Action("hang"))))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0)  # it has begun
+            now += 10.0
             assert sessions.alive(ANYONE, ["nobody", "kept"]) == ("kept",)
             await sessions.close_expired()
             assert len(sessions) == 2

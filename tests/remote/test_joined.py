@@ -539,7 +539,7 @@ def test_a_certificate_that_is_not_trusted_ends_the_server(port, certificate):
         served = {"game": registry.spec(f"{GAME}:GuessSpec")}
         spec = spec_at(port, tls_cert=str(cert), tls_key=str(key))
         listening = asyncio.create_task(spec.ensure_setup())
-        await asyncio.sleep(0.1)
+        await until(lambda: connections_at(port, LISTENING) == 1)
         with pytest.raises(ConfigError, match=r"its certificate is not trusted here .* --ca-file"):
             await serve_joined(served, f"https://127.0.0.1:{port}", on_joined=print)
         listening.cancel()
@@ -557,10 +557,22 @@ def test_two_names_of_an_address_are_one_address(port):
     asyncio.run(main())
 
 
-def connections_at(port: int) -> int:
+ESTABLISHED, LISTENING = "01", "0A"
+
+
+def connections_at(port: int, state: str = ESTABLISHED) -> int:
     """How many there are, as the kernel has it."""
+    return sum(line[3] == state for line in sockets_at(port))
+
+
+def sockets_at(port: int) -> list[list[str]]:
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines)
+    return [line for line in lines if line[1].endswith(f":{port:04X}")]
+
+
+def unsent_at(port: int) -> int:
+    """Bytes that the other end has not taken."""
+    return sum(int(line[4].partition(":")[0], 16) for line in sockets_at(port) if line[3] == ESTABLISHED)
 
 
 def test_one_that_is_frozen_with_a_large_body_under_way_is_let_go(join, port, monkeypatch):
@@ -573,7 +585,7 @@ def test_one_that_is_frozen_with_a_large_body_under_way_is_let_go(join, port, mo
             await env.reset(seed=1)
             server.process.send_signal(signal.SIGSTOP)
             stepping = asyncio.create_task(env.step(Action("x" * 20_000_000)))
-            await asyncio.sleep(0.2)
+            await until(lambda: unsent_at(port) > 0)
             assert connections_at(port) == 1
         stepping.cancel()
         await asyncio.wait([stepping])

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -204,11 +203,9 @@ def test_a_body_that_is_too_large_or_too_slow_is_refused(guarded):
     assert send(guarded.url, raw("/v1/sessions", kind, "Transfer-Encoding: chunked", method="POST") + chunk).startswith(
         b"HTTP/1.1 413"
     )
-    began = time.monotonic()
     slow = send(guarded.url, raw("/v1/sessions", kind, "Content-Length: 100", method="POST") + b'{"session')
     assert slow.startswith(b"HTTP/1.1 408")
     assert b"urn:envgym:problem:too-slow" in slow
-    assert time.monotonic() - began < 4
     packed = send(
         guarded.url, raw("/v1/sessions", kind, "Content-Encoding: gzip", "Content-Length: 2", method="POST") + b"{}"
     )

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -147,12 +146,13 @@ def test_a_session_that_is_not_heard_of_is_closed_and_heartbeats_and_work_keep_i
             assert (await ask(server.url, "POST", "/v1/sessions", {"session_id": name, "seed": 1}))[0] == 200
         hanging = asyncio.create_task(ask(server.url, "POST", "/v1/sessions/busy/step", step(0, "hang")))
         beat = {"session_ids": ["kept", "nobody"]}
-        for _ in range(6):
-            await asyncio.sleep(0.2)
-            assert await ask(server.url, "POST", "/v1/sessions/heartbeat", beat) == (200, {"alive": ["kept"]})
-        _, metrics = await ask(server.url, "GET", "/metrics")
+        metrics = ""
+        async with asyncio.timeout(60):
+            while 'envgym_sessions_closed_total{env="game",by="lease"} 1' not in metrics:
+                await asyncio.sleep(0.1)
+                assert await ask(server.url, "POST", "/v1/sessions/heartbeat", beat) == (200, {"alive": ["kept"]})
+                _, metrics = await ask(server.url, "GET", "/metrics")
         assert 'envgym_sessions{env="game"} 2' in metrics
-        assert 'envgym_sessions_closed_total{env="game",by="lease"} 1' in metrics
         assert (await ask(server.url, "POST", "/v1/sessions/left/step", step(0, "0")))[0] == 404
         assert (await ask(server.url, "POST", "/v1/sessions/kept/step", step(0, "0")))[0] == 200
         assert not hanging.done()
@@ -355,7 +355,7 @@ def test_the_text_format_of_prometheus():
 
 
 def test_a_server_that_is_asked_to_stop_finishes_its_sessions_and_takes_no_new_ones(start):
-    server = start("GuessSpec", "limit.drain_seconds=20")
+    server = start("GuessSpec", "limit.drain_seconds=1000")
 
     async def main() -> None:
         await ask(server.url, "POST", "/v1/sessions", {"session_id": "a", "seed": 1})
@@ -372,9 +372,7 @@ def test_a_server_that_is_asked_to_stop_finishes_its_sessions_and_takes_no_new_o
         assert (await ask(server.url, "DELETE", "/v1/sessions/a"))[0] == 204
 
     asyncio.run(main())
-    began = time.monotonic()
-    assert server.process.wait(20) == 0
-    assert time.monotonic() - began < 10  # as soon as the last session was closed
+    assert server.process.wait(60) == 0  # as soon as the last session was closed
     assert server.rest() == ["closed", "torn down"]
     assert "sessions still open: 1" in server.log()
 

@@ -77,6 +77,7 @@ class Unruly(Env):
         await misbehave(action.text)
         if action.text.startswith("take "):
             print("stepping", flush=True)
+            self.spec.long_steps += 1
             await asyncio.sleep(float(action.text.removeprefix("take ")))
         info = INFO if action.text == "info" else {"steps": self.steps}
         return "x" * 10_000, float(self.task.answer == (1, 2)), False, False, info
@@ -107,6 +108,7 @@ class UnrulySpec(EnvSpec):
     instances = 0
     most_instances = 0
     judged = 0
+    long_steps = 0
 
     class Config(EnvConfig):
         close: str = ""

@@ -29,21 +29,25 @@ def test_callers_share_batches_in_a_fixed_order():
 
 def test_a_batch_fills_while_another_is_sent_and_none_is_too_large():
     async def main():
-        sizes, sending = [], 0
+        sizes, sending, begun, release = [], 0, asyncio.Event(), asyncio.Event()
 
         async def send(items):
             nonlocal sending
             sending += 1
             assert sending == 1
             sizes.append(len(items))
-            await asyncio.sleep(0.05)
+            begun.set()
+            await release.wait()
             sending -= 1
             return items
 
         batcher = Batcher(send, size=8, key=lambda item: item)
         first = asyncio.create_task(batcher.submit(0))
-        await asyncio.sleep(0.03)
-        await asyncio.gather(first, *(batcher.submit(item) for item in range(1, 21)))
+        await begun.wait()
+        others = [asyncio.create_task(batcher.submit(item)) for item in range(1, 21)]
+        await asyncio.sleep(0)  # all of them wait
+        release.set()
+        await asyncio.gather(first, *others)
         await batcher.close()
         return sizes
 
@@ -52,15 +56,20 @@ def test_a_batch_fills_while_another_is_sent_and_none_is_too_large():
 
 def test_one_failure_is_its_own_and_a_callers_deadline_takes_nothing_from_the_others():
     async def main():
+        gave_up = asyncio.Event()
+
         async def send(items):
-            await asyncio.sleep(0.05)
+            await gave_up.wait()
             return [ValueError("no") if item == 1 else item for item in items]
 
         batcher = Batcher(send, size=8, key=lambda item: item)
 
         async def impatient():
-            async with asyncio.timeout(0.02):
-                await batcher.submit(3)
+            try:
+                async with asyncio.timeout(0.02):
+                    await batcher.submit(3)
+            finally:
+                gave_up.set()
 
         results = await asyncio.gather(*(batcher.submit(i) for i in range(3)), impatient(), return_exceptions=True)
         await batcher.close()
@@ -74,12 +83,15 @@ def test_one_failure_is_its_own_and_a_callers_deadline_takes_nothing_from_the_ot
 
 def test_closing_tells_those_who_wait():
     async def main():
+        begun = asyncio.Event()
+
         async def send(items):
-            await asyncio.sleep(60)
+            begun.set()
+            await asyncio.Event().wait()
 
         batcher = Batcher(send, size=1, key=lambda item: item)
         waiting = [asyncio.create_task(batcher.submit(item)) for item in range(3)]
-        await asyncio.sleep(0.02)
+        await begun.wait()
         await batcher.close()
         for task in waiting:
             with pytest.raises(Exception, match="was closed"):

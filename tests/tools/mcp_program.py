@@ -20,6 +20,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("test", log_level="ERROR")
 notes: dict[str, list[str]] = {}
+sleepers = 0
+three = asyncio.Barrier(3)
 
 
 @server.tool()
@@ -37,8 +39,23 @@ def fail(why: str) -> str:
 @server.tool()
 async def sleep(seconds: float) -> str:
     """Sleep."""
+    global sleepers
+    sleepers += 1
     await asyncio.sleep(seconds)
     return "slept"
+
+
+@server.tool()
+def slept() -> int:
+    """How often sleeping was begun."""
+    return sleepers
+
+
+@server.tool()
+async def meet() -> str:
+    """Return once three calls are there."""
+    await three.wait()
+    return "met"
 
 
 @server.tool()

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -202,7 +201,5 @@ def test_a_server_that_dies_in_mid_episode_fails_the_episode():
 
 
 def test_a_server_that_does_not_start_fails_the_episode():
-    start = time.monotonic()
     with pytest.raises(InvalidOutcome, match="no licence found"):
         play(served(Unserved))
-    assert time.monotonic() - start < 20

@@ -72,6 +72,16 @@ async def ask(box, tool, **arguments):
     return message.text
 
 
+async def sleeping(box):
+    """A call that has reached the server and does not end."""
+    before = await ask(box, "slept")
+    call = asyncio.create_task(ask(box, "sleep", seconds=600))
+    async with asyncio.timeout(60):
+        while await ask(box, "slept") == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return call
+
+
 def alive(pid):
     """Whether `pid` runs; what was killed but not yet reaped by its new parent does not."""
     try:
@@ -140,21 +150,16 @@ def test_its_tools_are_called_like_any_other(server):
 
 def test_calls_run_at_the_same_time(server):
     async def play(box, session):
-        start = time.monotonic()
-        messages = await box.call([ToolCall(str(i), "sleep", {"seconds": 2}) for i in range(3)])
-        assert [message.text for message in messages] == ["slept"] * 3
-        return time.monotonic() - start
+        return [message.text for message in await box.call([ToolCall(str(i), "meet") for i in range(3)])]
 
-    assert with_session(server, play) < 5  # one after the other they would take 6 s
+    assert with_session(server, play) == ["met"] * 3
 
 
 def test_a_call_that_hangs_is_told_so_and_the_session_goes_on(server):
     async def play(box, session):
-        return await ask(box, "sleep", seconds=60), await ask(box, "add", a=1, b=1)
+        return await ask(box, "sleep", seconds=600), await ask(box, "add", a=1, b=1)
 
-    start = time.monotonic()
     assert with_session(server, play, timeout=0.5) == ("Error: sleep took longer than 0.5 s", "2")
-    assert time.monotonic() - start < 10
 
 
 def test_each_session_has_a_state_of_its_own(server):
@@ -219,15 +224,12 @@ def test_a_server_that_dies_voids_the_episode():
 def test_a_server_that_is_killed_during_a_call():
     async def play(box, session):
         pid = int(await ask(box, "pid"))
-        call = asyncio.create_task(ask(box, "sleep", seconds=60))
-        await asyncio.sleep(0.2)
+        call = await sleeping(box)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(InvalidOutcome, match="died"):
             await call
 
-    start = time.monotonic()
-    with_session(stdio(), play)
-    assert time.monotonic() - start < 10
+    with_session(stdio(), play, timeout=1000)
 
 
 @pytest.mark.parametrize("during_a_call", [True, False])
@@ -236,8 +238,7 @@ def test_an_http_server_that_is_killed_and_comes_back(during_a_call):
 
     async def play(box, session):
         assert await ask(box, "add", a=1, b=1) == "2"
-        call = asyncio.create_task(ask(box, "sleep", seconds=60)) if during_a_call else None
-        await asyncio.sleep(0.2)
+        call = await sleeping(box) if during_a_call else None
         http.kill()
         http.start()  # but the session is lost
         with pytest.raises(InvalidOutcome) as error:
@@ -256,13 +257,11 @@ def test_an_http_server_that_is_killed_and_comes_back(during_a_call):
 
 
 def test_a_server_that_does_not_start():
-    start = time.monotonic()
     with pytest.raises(InvalidOutcome, match=r"cannot be used: no licence found") as error:
         asyncio.run(stdio("--die").session().start())
     assert error.value.retryable
     with pytest.raises(InvalidOutcome, match=r"was not ready after 1 s"):
         asyncio.run(stdio("--hang", start_timeout=1).session().start())
-    assert time.monotonic() - start < 20
     assert not left_over(), "the one that hangs is killed"
 
 
@@ -335,9 +334,7 @@ def test_a_stubborn_server_and_its_children_are_ended():
     async def play(box, session):
         return int(await ask(box, "pid")), int(await ask(box, "child"))
 
-    start = time.monotonic()
     pid, child = with_session(stdio("--stubborn"), play)
-    assert time.monotonic() - start < 12
     assert gone(pid)
     assert gone(child)
 

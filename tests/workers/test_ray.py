@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -73,10 +72,8 @@ async def contract(runtime, tmp_path):
     victim = runtime._workers[-1]
     await victim.call("greet", "it")
     os.kill(victim.pid, signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(WorkerDied, match="victim"):
         await asleep
-    assert time.monotonic() - started < 10
     await victim.close()
 
     await worker.close()

@@ -1,7 +1,7 @@
 """The problems that are made up: the same everywhere, disjoint, and with tests that tell right from wrong."""
 
+import ast
 import asyncio
-import json
 from collections import Counter
 
 from envgym.envs.code.cases import read_cases
@@ -55,7 +55,7 @@ def test_no_constant_passes_most_tests():
 
 def test_tests_are_data_and_two_of_them_are_shown():
     for task in held_out_tasks(6):
-        assert json.loads(json.dumps(task.fields["tests"])) is not None
+        assert ast.literal_eval(repr(task.fields["tests"])) == task.fields["tests"]
         cases = read_cases(task.fields["tests"])
         assert len(cases) == 6
         assert all(f"{case.text} == {case.result}" in task.prompt for case in cases[-2:])

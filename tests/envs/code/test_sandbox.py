@@ -179,13 +179,13 @@ def test_the_loop_is_never_blocked():
     async def main():
         async with sandbox_by("namespaces") as sandbox:
             running = asyncio.gather(*(sandbox.run("print('x' * 50_000)") for _ in range(20)))
-            longest, last = 0.0, time.monotonic()
+            turns = 0
             while not running.done():
                 await asyncio.sleep(0.001)
-                longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            return longest
+                turns += 1
+            return turns
 
-    assert asyncio.run(main()) < 0.25
+    assert asyncio.run(main()) > 60  # three a program; where each blocked the loop, there would be one
 
 
 def test_it_belongs_to_no_event_loop():

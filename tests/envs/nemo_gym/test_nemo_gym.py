@@ -5,10 +5,12 @@ import json
 import socket
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 import envgym
+from envgym.envs import nemo_gym
 from envgym.envs.nemo_gym import discovery
 from envgym.envs.nemo_gym import server as server_module
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
@@ -336,14 +338,14 @@ def test_a_tool_call_is_never_sent_twice(serving, path, answer, kind):
 
 
 def test_a_server_that_is_gone_fails_the_episode(serving, path, monkeypatch):
-    monkeypatch.setattr(server_module, "KEEPALIVE", 0.01)
+    """Asked over a connection of its own: one that was kept would be lost with the server."""
+    monkeypatch.setattr(nemo_gym, "connector", lambda: aiohttp.TCPConnector(force_close=True))
 
     async def main():
         async with serving(tools_server()) as url:
             spec = envgym.spec("nemo_gym", url=url, data={"path": path, "test_fraction": 0})
             await spec.ensure_setup()
             task = await spec.tasks("train").get(0)
-        await asyncio.sleep(0.1)
         async with spec, spec.make() as env:
             await env.reset(options={"task": task})
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -198,12 +197,10 @@ def test_a_call_that_never_returns_is_killed_and_others_go_on(play, write, task)
         """,
         "reward_func.py",
     )
-    began = time.monotonic()
     tasks = [task(answer="hang", id="a"), task(id="b"), task(answer="hang", id="c"), task(id="d")]
     groups, _ = play(file, tasks, "42", env={"call_timeout": 1.0})
     outcomes = [{(e.outcome.reason, e.reward) for e in group.episodes} for group in groups]
     assert outcomes == [{("timeout", None)}, {("", 1.0)}, {("timeout", None)}, {("", 1.0)}]
-    assert time.monotonic() - began < 20
 
 
 def test_a_function_has_the_main_thread_and_may_run_a_loop_of_its_own(play, ok, write, task):
