@@ -8,8 +8,11 @@ given back with `--config`, makes the same run.
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -18,8 +21,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .best_checkpoint import HELD_OUT, metric_of
+from .carried_settings import carried
 from .env import EnvSpec
-from .errors import ConfigError, DataError, did_you_mean
+from .errors import ConfigError, DataError, DroppedSettings, did_you_mean
 from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
@@ -360,9 +364,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value, old = _name_alone(over[key]), _name_alone(base.get(key) or {})
             if not isinstance(value, Mapping):
                 raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
-            changes_name = "name" in value and "name" in old and value["name"] != old["name"]
-            components[key] = value if changes_name else _lay(old, value)
+            components[key] = value if _changes_name(old, value) else _lay(old, value)
     return {**_lay(base, over), **components}
+
+
+def _changes_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether `new` is another component than `old`. Settings beside `auto` are for whichever it will be."""
+    return "name" in new and "name" in old and new["name"] != old["name"] and AUTO not in (new["name"], old["name"])
 
 
 def _lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,7 +413,7 @@ def resolve(
     own = dict(settings or {})
     from_file = read_yaml(Path(file)) if file is not None else {}
     recipe = recipe or own.get("recipe") or from_file.get("recipe") or DEFAULT_RECIPE
-    layers = [from_file, own]
+    layers, of_model = [from_file, own], None
     if "stages" not in from_file:  # a saved config holds everything: neither recipe nor model may add to it
         of_recipe = load_recipe(recipe)
         model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
@@ -413,30 +421,88 @@ def resolve(
         engine = merge(from_file, own).get("engine")
         # What an API calls its model says nothing of a model of that name here.
         is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
-        layers = [of_recipe, {} if is_api else _model_settings(model), of_stages, *layers]
+        of_model = {} if is_api else _model_settings(model)
+        layers = [of_recipe, of_model, of_stages, *layers]
 
     run_keys = set(RunConfig.model_fields) - {"stages"}
     run: dict[str, Any] = {"recipe": recipe}
-    stages: list[dict[str, Any]] = [{"agent": AUTO}]
+    layered = [_Layered()]
     for layer in layers:
         run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
         common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
-        each = layer.get("stages") or [{}] * len(stages)
+        each = layer.get("stages") or [{}] * len(layered)
         if not isinstance(each, list) or not all(isinstance(stage, Mapping) for stage in each):
             raise ConfigError("key 'stages' is a list of settings, one for each stage")
-        stages += [dict(stages[0]) for _ in range(len(each) - len(stages))]
-        stages = [merge(merge(stage, common), of) for stage, of in zip(stages, each, strict=False)]
+        layered += [copy.deepcopy(layered[0]) for _ in range(len(each) - len(layered))]
+        del layered[len(each) :]
+        for stage_layers, of in zip(layered, each, strict=True):
+            stage_layers.lay(common, for_any_learner=layer is of_model)
+            stage_layers.lay(of)
+    stages = [stage_layers.settings for stage_layers in layered]
     known = set(StageConfig.model_fields)
     for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
         if unknown := [key for key in stage if key not in known]:
             raise ConfigError(f"unknown key {unknown[0]!r}.{did_you_mean(unknown[0], known | run_keys)}")
         if "env" not in stage:
             raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
-        validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
+        checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
+        learner_class, learner_config = checked.learner_config()
+        layered[number - 1].drop_roles(learner_class(learner_config).roles)
     config = validated(RunConfig, {**run, "stages": stages})
     for stage_config in config.stages:
         _complete_stage(stage_config)
+    for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
+        warnings.warn(DroppedSettings(line), stacklevel=2)
     return config
+
+
+@dataclass
+class _Layered:
+    """The settings of one stage, laid layer on layer, and what of them is left out: settings of a component whose place
+    another one took."""
+
+    settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
+    _left_out: list[tuple[str, str, str]] = field(default_factory=list)
+    """Component, the name of the one it was for, key."""
+    _roles: dict[str, str | None] = field(default_factory=dict)
+    """Roles that the learner need not have, and the learner that they were set for; None: for whichever has them."""
+
+    def lay(self, over: Mapping[str, Any], *, for_any_learner: bool = False) -> None:
+        """Lay one more layer on. `for_any_learner`: its roles are for learners that have them."""
+        merged = merge(self.settings, over)
+        for kind in ("env", "agent", "learner"):
+            old, new = _name_alone(self.settings.get(kind, {})), _name_alone(over.get(kind, {}))
+            if _changes_name(old, new):
+                kept, left_out = carried(kind, old, new["name"])
+                merged[kind] = _lay(kept, new)
+                self._left_out += [(kind, old["name"], key) for key in left_out]
+                if kind == "learner":
+                    self._roles = dict.fromkeys(self.settings.get("roles", {}), old["name"]) | self._roles
+        given = over.get("roles", {})
+        if isinstance(given, Mapping):
+            self._roles = {role: whose for role, whose in self._roles.items() if role not in given}
+            self._roles |= dict.fromkeys(given) if for_any_learner else {}
+        self.settings = merged
+
+    def drop_roles(self, known: Mapping[str, RoleSpec]) -> None:
+        """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
+        foreign = [role for role in self.settings.get("roles", {}) if role in self._roles and role not in known]
+        if foreign:
+            roles = self.settings["roles"].items()
+            self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
+        self._left_out += [("roles", whose, role) for role in foreign if (whose := self._roles[role]) is not None]
+
+    def left_out(self) -> list[str]:
+        """A line for each component that left settings behind which nothing has set since."""
+        lost: dict[tuple[str, str], list[str]] = {}
+        for kind, old, key in self._left_out:
+            if key not in _name_alone(self.settings.get(kind, {})):
+                lost.setdefault(("learner" if kind == "roles" else kind, old), []).append(f"{kind}.{key}")
+        return [
+            f"{kind} {_name_alone(self.settings[kind])['name']} does not have these settings of {old}, which are left "
+            f"out: {', '.join(dict.fromkeys(keys))}"
+            for (kind, old), keys in lost.items()
+        ]
 
 
 def _model_settings(model: Any) -> dict[str, Any]:

@@ -14,6 +14,11 @@ class ConfigError(EnvgymError):
     """A configuration key or value that cannot be used."""
 
 
+class DroppedSettings(UserWarning):
+    """Settings that are left out, because another learner, agent or environment took the place of the one they are for.
+    The command line says it in one line."""
+
+
 class DataError(EnvgymError):
     """A data file that is missing or has a malformed row; the message names the file and the line."""
 

@@ -80,9 +80,11 @@ def cache_folder() -> Path:
 
 async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
     """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
-    stage. The recipe's text is part of the cache's key, so a changed recipe makes a new model."""
+    stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
+    runs on it changed."""
     recipe = load_recipe(name)
-    key = hashlib.sha256(yaml.safe_dump(recipe).encode()).hexdigest()[:12]
+    makes_it = {key: value for key, value in recipe.items() if key != "model_settings"}
+    key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
     final = cache_folder() / f"{name}-{key}"
     if (final / "config.json").exists():
         return final

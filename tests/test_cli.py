@@ -161,6 +161,13 @@ def test_a_mistake_is_one_line_and_exit_2(run, arguments, said):
     assert said in error_of(run(*arguments))
 
 
+def test_settings_that_another_learner_does_not_have_are_said_in_a_line_beside_the_output(run):
+    result = run("config", "--env", "math_verify", "--recipe", "gspo", "--learner", "sft")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("envgym: note: learner sft does not have these settings of grpo")
+    assert yaml.safe_load(result.stdout)["stages"][0]["learner"]["weight_decay"] == 0.1  # as the recipe says
+
+
 def test_bad_yaml_names_file_and_line(run, tmp_path):
     (tmp_path / "run.yaml").write_text("steps: 3\nenv: [math\n")
     assert re.search(r"run\.yaml:\d+: not valid YAML", error_of(run("train", "--config", "run.yaml")))

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from envgym.config import RolloutConfig, RunConfig, merge, parse_words, resolve
-from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound
+from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
 
 ENV = {"env": "math_verify"}
 
@@ -101,10 +101,10 @@ def test_what_a_file_says_of_one_stage_wins_over_what_it_says_of_all(tmp_path):
           - {learner: grpo, steps: 9}
         """,
     )
-    first, second = resolve(file=file).stages
-    assert (first.steps, first.learner.settings["lr"], first.rollout.tasks) == (5, 0.25, 8)
-    assert (second.steps, second.learner.settings["lr"], second.rollout.tasks) == (9, 0.5, 4)
-    assert {stage.learner.settings["weight_decay"] for stage in (first, second)} == {0.1}
+    for first, second in (resolve(file=file).stages, resolve(yaml.safe_load(file.read_text())).stages):
+        assert (first.steps, first.learner.settings["lr"], first.rollout.tasks) == (5, 0.25, 8)
+        assert (second.steps, second.learner.settings["lr"], second.rollout.tasks) == (9, 0.5, 4)
+        assert {stage.learner.settings["weight_decay"] for stage in (first, second)} == {0.1}
 
 
 def test_a_word_holds_for_every_stage(tmp_path):
@@ -113,12 +113,114 @@ def test_a_word_holds_for_every_stage(tmp_path):
     assert [(stage.steps, stage.learner.settings["lr"]) for stage in stages] == [(9, 0.125)] * 2
 
 
-def test_another_component_drops_the_settings_of_the_old_one(recipe):
-    """A clip range means nothing to a learner that has none, and another learner's rate may be far off."""
-    stage = stage_of("learner=sft", recipe=recipe)
-    assert stage.learner.name == "sft"
-    assert "clip_low" not in stage.learner.settings
-    assert stage.learner.settings["lr"] == 1e-6  # the default
+def learner_of(*words, **options):
+    return stage_of(*words, **options).learner
+
+
+def left_out(noted):
+    return [str(note.message) for note in noted if note.category is DroppedSettings]
+
+
+def test_another_learner_keeps_the_settings_that_all_learners_have(recipe, tmp_path):
+    assert learner_of("learner=rloo").settings["lr"] == learner_of().settings["lr"] == 3e-4  # the starter's
+    assert learner_of("learner=rloo", recipe=recipe).settings["lr"] == 1e-3
+    file = write(tmp_path / "run.yaml", "learner: {lr: 0.5, weight_decay: 0.1}")
+    changed = learner_of("learner=ppo", file=file, recipe=recipe).settings
+    assert (changed["lr"], changed["weight_decay"], changed["clip_low"]) == (0.5, 0.1, 0.1)
+    two = resolve({**ENV, "learner": {"lr": 0.25}, "stages": [{"learner": "sft"}, {}]}, recipe=recipe)
+    assert [stage.learner.settings["lr"] for stage in two.stages] == [0.25, 0.25]
+
+
+def test_what_another_learner_does_not_have_is_left_out_and_said_in_a_line(recipe, recwarn):
+    sft = learner_of("learner=sft", recipe=recipe)
+    assert (sft.settings["lr"], "clip_low" in sft.settings) == (1e-3, False)
+    assert left_out(recwarn) == [
+        "learner sft does not have these settings of grpo, which are left out: learner.clip_low"
+    ]
+
+
+def test_a_setting_that_only_has_the_same_name_does_not_go_over(tmp_path, recwarn):
+    """What a learner of one's own calls `clip_low` need not be what ours do."""
+    own = write(
+        tmp_path / "own.py",
+        """
+        from envgym.learner import Learner, LearnerConfig
+
+        class Settings(LearnerConfig):
+            clip_low: str = "none"
+
+        class Own(Learner):
+            Config = Settings
+
+            def prepare(self, groups): ...
+
+            def loss(self, role, outputs, batch, denominators): ...
+        """,
+    )
+    settings = learner_of("learner.lr=0.5", "learner.clip_low=high", f"learner={own}").settings
+    assert (settings["lr"], settings["clip_low"]) == (0.5, "high")  # said of no other learner
+    file = write(tmp_path / "run.yaml", "learner: {name: grpo, lr: 0.25, clip_low: 0.1}")
+    settings = learner_of(f"learner={own}", file=file).settings
+    assert (settings["lr"], settings["clip_low"]) == (0.25, "none")
+    assert len(left_out(recwarn)) == 1
+
+
+def test_the_defaults_in_a_saved_config_say_nothing_of_another_learner(tmp_path, recwarn):
+    saved = write(tmp_path / "config.yaml", of_words("learner.lr=0.5", "learner.kl.coef=0.1").to_yaml())
+    assert learner_of("learner=dr_grpo", file=saved) == learner_of(
+        "learner=dr_grpo", "learner.lr=0.5", "learner.kl.coef=0.1"
+    )
+    assert left_out(recwarn) == []
+
+
+def test_a_learner_that_is_gone_can_be_replaced(tmp_path):
+    file = write(tmp_path / "run.yaml", "learner: {name: gone.py, lr: 0.5, own: 1}")
+    with pytest.warns(DroppedSettings, match=r"learner\.own"):
+        assert learner_of("learner=grpo", file=file).settings["lr"] == 0.5
+
+
+def test_settings_of_an_agent_that_is_found_by_itself_are_those_of_the_one_named_later(tmp_path, recwarn):
+    file = write(tmp_path / "run.yaml", "agent: {max_turns: 3}")
+    assert stage_of("agent=multi_turn", file=file).agent.settings["max_turns"] == 3
+    named = write(tmp_path / "named.yaml", "agent: {name: tool_calling, max_turns: 3}")
+    assert stage_of("agent=multi_turn", file=named).agent.settings["max_turns"] == 3
+    assert left_out(recwarn) == []
+
+
+def test_settings_of_another_environment_are_left_out_and_said(tmp_path, recwarn):
+    file = write(tmp_path / "run.yaml", "env: {name: math_verify, digits: 3}")
+    assert resolve({"env": "tool_use"}, file=file).stages[0].env.name == "tool_use"
+    assert "env tool_use does not have these settings of math_verify, which are left out: env.digits" in left_out(
+        recwarn
+    )
+
+
+# -- models of single roles -------------------------------------------------------------------------------
+
+
+def test_the_starter_says_the_critics_rate_beside_the_actors_and_a_recipe_where_the_model_does_not(recwarn):
+    def rates(*words):
+        stage = stage_of(*words, recipe="ppo")
+        return stage.learner.settings["lr"], stage.roles["critic"].lr
+
+    assert rates() == (3e-4, 1e-3)
+    assert rates("roles.critic.lr=0.5") == (3e-4, 0.5)
+    assert rates("model=./some-model") == (5e-7, 9e-6)
+    assert stage_of("learner=ppo").roles["critic"].lr == 1e-3
+    assert stage_of("learner=grpo").roles == {}  # which has no critic
+    assert left_out(recwarn) == []
+
+
+def test_roles_of_a_recipes_learner_go_with_it(recwarn):
+    assert stage_of("learner=reinforce++", "model=./some-model", recipe="ppo").roles == {}
+    [line] = left_out(recwarn)
+    assert "roles.critic" in line
+
+
+def test_a_role_of_ones_own_words_that_the_learner_lacks_is_refused():
+    for words in (["roles.critic.lr=1"], ["roles.critic.lr=1", "learner=rloo"]):
+        with pytest.raises(ConfigError, match="no role 'critic'"):
+            stage_of(*words)
 
 
 def test_settings_beside_the_same_name_are_kept(recipe):
@@ -128,6 +230,7 @@ def test_settings_beside_the_same_name_are_kept(recipe):
 @pytest.mark.parametrize(
     ("base", "over", "merged"),
     [
+        ({"agent": {"name": "auto", "max_turns": 1}}, {"agent": "b"}, {"agent": {"name": "b", "max_turns": 1}}),
         ({"learner": "a"}, {"learner": {"lr": 1}}, {"learner": {"name": "a", "lr": 1}}),
         ({"learner": {"name": "a", "lr": 1}}, {"learner": "a"}, {"learner": {"name": "a", "lr": 1}}),
         ({"learner": {"name": "a", "lr": 1}}, {"learner": "b"}, {"learner": {"name": "b"}}),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
 
-from .failures import Invocation, broken_pipe, interrupted, mistake, reader_is_gone, unexpected
+from .failures import Invocation, broken_pipe, interrupted, mistake, notes_in_one_line, reader_is_gone, unexpected
 
 COMMANDS = {
     "train": "train a policy on an environment",
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode gets a question mark, not an error
     try:
-        status = _dispatch(arguments, invocation)
+        with notes_in_one_line():
+            status = _dispatch(arguments, invocation)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter ends
         return status
     except KeyboardInterrupt as error:

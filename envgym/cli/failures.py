@@ -8,10 +8,13 @@ import select
 import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from envgym.errors import EnvgymError
+from envgym.errors import DroppedSettings, EnvgymError
 
 
 @dataclass
@@ -22,6 +25,23 @@ class Invocation:
     """Show tracebacks."""
     folder: Path | None = None
     """The run's folder, once there is one."""
+
+
+@contextlib.contextmanager
+def notes_in_one_line() -> Iterator[None]:
+    """Within it, what is left out of the settings is said in one line of ours and not as Python says warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DroppedSettings)
+        otherwise = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, DroppedSettings):
+                _say(f"note: {message}")
+            else:
+                otherwise(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def mistake(error: EnvgymError, invocation: Invocation) -> int:
