@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from envgym.errors import InvalidOutcome
 from envgym.services import RewardEndpoint
+from envgym.services.client import Assessment, RewardClient
 from envgym.services.reward import RewardEndpointClient
+from envgym.services.reward_server import RewardServer
 from envgym.services.reward_worker import RewardWorker
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -118,7 +122,7 @@ def test_only_who_has_the_token_is_let_in(server):
         ({"query": [""]}, 422, "query 0: .*the text is empty"),
         ({"query": ["a", "12 + 34 " * 50]}, 422, "query 1: .* tokens are more than it can score"),
         ({"query": ["a"] * 5000}, 413, "at most 4096 queries"),
-        (b'{"query": ["' + b"x" * (33 * 2**20) + b'"]}', 413, "413"),
+        (b'{"query": ["' + b"x" * (33 * 2**20) + b'"]}', 413, "at most 33554432 bytes"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_told_why(server, body, status, said):
@@ -130,6 +134,36 @@ def test_a_request_that_cannot_be_answered_is_told_why(server, body, status, sai
 
 def test_a_web_page_cannot_use_it(server):
     assert server.post({"query": ["a"]}, content_type="text/plain")[0] == 415
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+    ],
+)
+def test_without_a_token_web_pages_cannot_use_it_by_another_name_either(headers, status):
+    class One(RewardClient):
+        async def assess(self, conversation, *, label=None):
+            return Assessment(1.0, 0.5)
+
+        async def close(self):
+            pass
+
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with RewardServer(One(), None).running(listener), aiohttp.ClientSession(headers=headers) as http:
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+                async with http.post(f"{url}/get_reward", json={"query": ["a"]}) as answer:
+                    assert answer.status == status
+                    assert ("rewards" in await answer.json()) == (status == 200)
+                async with http.get(f"{url}/healthz") as answer:
+                    assert answer.status == status
+
+    asyncio.run(main())
 
 
 def test_our_client_asks_it(server, expected):

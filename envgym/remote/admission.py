@@ -13,8 +13,10 @@ from yarl import URL
 
 from envgym.listening import is_loopback
 
+from .arriving import Arriving
 from .limits import Limits
 from .routes import Route, match
+from .sessions import RETRY_SECONDS
 from .tokens import ANYONE, Client, Tokens
 from .wire import Problem
 
@@ -104,13 +106,19 @@ class Admission:
         try:
             if request.content.is_eof():  # it came with the head
                 return await request.read()
+            arriving = Arriving(limit)
             async with asyncio.timeout(self._limits.body_seconds):
-                return await request.read()
+                async for part in request.content.iter_any():
+                    arriving.add(part)
+            return arriving.whole()
         except TimeoutError:
             detail = f"the body did not arrive within {self._limits.body_seconds:g} s"
             raise Problem(408, "too-slow", detail) from None
-        except web.HTTPRequestEntityTooLarge:
+        except OverflowError:
             raise too_large from None
+        except BufferError:
+            detail = "too much arrives at once; send it again"
+            raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS) from None
         except Exception as error:  # a broken chunk, a connection that ended: whatever it is, the sender's
             raise Problem(400, "invalid-request", f"the body cannot be read ({type(error).__name__})") from None
 

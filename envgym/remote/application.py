@@ -19,7 +19,7 @@ from . import openapi
 from .admission import Admission, Call, MethodNotAllowed
 from .connections import SERVER, Connections, problem_answer, problem_response
 from .encoding import encode
-from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, Answer
+from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, MAX_WHOLE, Answer
 from .hosted import Hosted
 from .limits import Limits
 from .links import CLOSE_SECONDS, Answering, Socket, end
@@ -44,11 +44,11 @@ from .wire import (
     TaskQuery,
 )
 
-SHUTDOWN_SECONDS = 10.0
-"""How long requests in flight may take to finish at the end."""
+SHUTDOWN_SECONDS = 0.5
+"""How long answers may take to be sent at the end. What was asked before has had the time to drain."""
 
 MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
-"""Bytes of the largest message over a channel: what is larger is sent as a request of its own."""
+"""Bytes of the largest message over a channel, in pieces too: what is larger is sent as a request of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Application:
             raise Problem(400, "invalid-request", "the connection ended before it was a WebSocket") from None
         self._channels[socket] = transport
         try:
-            async with self.answering(socket, call.client) as answering:
+            async with self.answering(socket, call.client, MAX_CHANNEL_MESSAGE) as answering:
                 await answering.run()
         except ValueError:
             logger.warning("a channel of %s said what is no request; it is closed", call.client.name)
@@ -213,9 +213,10 @@ class Application:
         return socket
 
     @contextlib.asynccontextmanager
-    async def answering(self, socket: Socket, client: Client) -> AsyncIterator[Answering]:
-        """The end of a WebSocket of `client` that answers; `drain` waits for what it has to answer."""
-        answering = Answering(socket, functools.partial(self.answer, client))
+    async def answering(self, socket: Socket, client: Client, most: int = MAX_WHOLE) -> AsyncIterator[Answering]:
+        """The end of a WebSocket of `client` that answers messages of at most `most` bytes; `drain` waits for what it
+        has to answer."""
+        answering = Answering(socket, functools.partial(self.answer, client), most)
         self._links.add(answering)
         try:
             yield answering

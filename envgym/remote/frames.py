@@ -18,6 +18,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from .arriving import Arriving
 from .wire import MAX_BODY, VERSION, Wire
 
 CHANNEL_PATH = "/v1/channel"
@@ -116,17 +117,16 @@ def is_piece(message: bytes) -> bool:
 
 
 class Pieces:
-    """Puts the pieces of a large message together again."""
+    """Puts the pieces of a large message of at most `most` bytes together again."""
 
-    def __init__(self) -> None:
-        self._found = bytearray()
+    def __init__(self, most: int = MAX_WHOLE) -> None:
+        self._found = Arriving(most)
 
     def add(self, piece: bytes) -> bytes | None:
-        """The message, once this was its last piece. Raises `ValueError` for one that is too large."""
-        if len(self._found) + len(piece) > MAX_WHOLE:
-            raise ValueError("the pieces are too many")
-        self._found += memoryview(piece)[1:]
-        if piece.startswith(_MORE):
-            return None
-        whole, self._found = bytes(self._found), bytearray()
-        return whole
+        """The message, once this was its last piece. Raises `ValueError` for one that is too large, and where too much
+        arrives at once."""
+        try:
+            self._found.add(memoryview(piece)[1:])
+        except (OverflowError, BufferError) as error:
+            raise ValueError(f"the pieces are too many: {error}") from None
+        return None if piece.startswith(_MORE) else self._found.whole()

@@ -19,6 +19,7 @@ from .frames import (
     ASKS,
     FULL_COUNT,
     FULL_MESSAGE,
+    MAX_WHOLE,
     PING_SECONDS,
     Answer,
     AskHead,
@@ -177,14 +178,15 @@ class Answering:
     waited for when the request comes again over another.
 
     While `MAX_REQUESTS` are carried out, or their answers not taken, or `MAX_UNSENT` bytes, the others wait unread.
+    `most` are the bytes of the largest message.
     """
 
-    def __init__(self, socket: Socket, carry: Carry) -> None:
+    def __init__(self, socket: Socket, carry: Carry, most: int = MAX_WHOLE) -> None:
         self._socket = socket
         self._carry = carry
         self._working: set[asyncio.Task[None]] = set()
         self._outbox = _Outbox(socket, ANSWERS, lambda: None)
-        self._pieces = Pieces()
+        self._pieces = Pieces(most)
 
     async def run(self, on_text: Callable[[str], None] | None = None) -> None:
         """Answer until the connection ends, or says what is no request (`ValueError`). Text messages are for

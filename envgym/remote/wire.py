@@ -277,7 +277,7 @@ ProblemKind = Literal[
     "too-slow",  # a body that did not arrive in time
     "unauthorized",  # no token, or one that is not known here
     "forbidden",  # sent by a web page, or under a name that is not this machine's
-    "server-full",  # as many sessions as the server, or this environment, may have
+    "server-full",  # as many sessions as the server or this environment may have, or too much arrives at once
     "quota-exceeded",  # as many sessions as this client may have
     "shutting-down",  # the server finishes what it has and takes nothing new
     "internal-error",  # a defect of the server itself

@@ -21,6 +21,9 @@ from typing import Any
 from aiohttp import web
 
 from envgym.errors import InvalidOutcome, WorkerDied
+from envgym.remote.admission import refuse_web_pages
+from envgym.remote.arriving import Arriving
+from envgym.remote.wire import Problem
 from envgym.types import as_messages
 
 from .client import Conversation, RewardClient
@@ -84,9 +87,16 @@ class RewardServer:
         # Web pages can make a browser post plain text to a loopback address, but not JSON.
         if request.content_type != "application/json":
             raise _Problem(415, "send the body as application/json")
+        arriving = Arriving(MAX_BODY)
         try:
             async with asyncio.timeout(READ_SECONDS):
-                body = json.loads(await request.read())
+                async for part in request.content.iter_any():
+                    arriving.add(part)
+            body = json.loads(arriving.whole())
+        except OverflowError:
+            raise _Problem(413, f"a body has at most {MAX_BODY} bytes") from None
+        except BufferError:
+            raise _Problem(503, "too much arrives at once; send it again") from None
         except TimeoutError:
             raise _Problem(408, f"the body did not arrive within {READ_SECONDS:g} s") from None
         except (ValueError, RecursionError):
@@ -105,9 +115,13 @@ class RewardServer:
     ) -> web.StreamResponse:
         """Let in who has the token, and answer every error in one form; the server lives on."""
         try:
-            if request.path != "/healthz":
-                self._check_token(request.headers.get("Authorization", ""))
+            if self._token is None:
+                refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+            elif request.path != "/healthz":
+                self._check_token(self._token, request.headers.get("Authorization", ""))
             return await handler(request)
+        except Problem as refusal:
+            return web.json_response({"error": str(refusal)}, status=refusal.status)
         except _Problem as problem:
             return web.json_response({"error": problem.message}, status=problem.status)
         except web.HTTPException as error:  # no such route, method or room
@@ -119,12 +133,10 @@ class RewardServer:
             logger.exception("%s %s", request.method, request.path)
             return web.json_response({"error": "a defect of the server; its log has more"}, status=500)
 
-    def _check_token(self, authorization: str) -> None:
-        if self._token is None:
-            return
+    def _check_token(self, token: str, authorization: str) -> None:
         kind, _, given = authorization.partition(" ")
         # Compared as bytes and in constant time: a header may hold anything.
-        expected = self._token.encode()
+        expected = token.encode()
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), expected):
             raise _Problem(401, "send the server's token: Authorization: Bearer TOKEN")
 

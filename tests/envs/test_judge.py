@@ -132,6 +132,15 @@ def test_a_reply_that_cannot_be_read_is_asked_again_then_invalid(serving, tmp_pa
         ('{"score": true}', None),
         ('{"score": null}', None),
         ('{"grade": 7}', None),
+        ('{"score": 2}\nThe answer asks me to write {"score": 10}.', None),
+        ('{"score": 2}\nThe answer asks me to write:\n{"score": 10}', None),
+        ('{"score": 2}\nIt ends: {"score": 10}', None),
+        ('{"score": 2}\nScore: 10', None),
+        ('{"score": 2}\n{"score": 2}', 2),
+        ('{"score": 2}\nThat is all.', None),
+        ('It says "Score: 10".\nScore: 2', 2),
+        ("Score: 2\nIt wants\nScore: 10", None),
+        ("It has 3 faults:\n1.\n2.\n3.\nScore: 2", 2),
         ("{" * 5000, None),
         ('{"a":' * 5000, None),
         ("", None),
@@ -139,6 +148,21 @@ def test_a_reply_that_cannot_be_read_is_asked_again_then_invalid(serving, tmp_pa
 )
 def test_reading_a_score(reply, score):
     assert score_in(reply, 0, 10) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "ranking"),
+    [
+        ('Both are right.\n```json\n{"ranking": [2, 1]}\n```', [2, 1]),
+        ('Answer 1 wants {"ranking": [1, 2]}.\n{"ranking": [2, 1]}', [2, 1]),
+        ('{"ranking": [2, 1]}\nAnswer 1 wants\n{"ranking": [1, 2]}', None),
+        ('{"ranking": [2, 1]}\nAnswer 1 wants {"ranking": [1, 2]}', None),
+        ('{"ranking": [1, 1]}', None),
+        ('{"ranking": "2, 1"}', None),
+    ],
+)
+def test_reading_a_ranking(reply, ranking):
+    assert ranking_in(reply, 2) == ranking
 
 
 @given(st.text())

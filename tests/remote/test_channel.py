@@ -6,6 +6,7 @@ import array
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import termios
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from envgym.remote.arriving import Arriving
 from envgym.remote.tokens import Tokens
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef00"
@@ -189,6 +191,57 @@ def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(
             for _ in range(requests):
                 assert (await asking.hear())[2] == stepped
             await sending
+
+    asyncio.run(main())
+
+
+def test_a_channel_holds_no_more_of_what_is_not_whole_than_its_largest_message(unruly, channel):
+    async def main() -> None:
+        async with unruly() as (url, _, _), channel(url) as asking, channel(url) as other:
+            with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+                for _ in range(20):
+                    await asking.socket.send_bytes(b"+" + b"x" * 2**18)
+            while not asking.socket.closed:  # pongs come before its end
+                await asking.socket.receive(timeout=20)
+            assert (await other.ask("GET", "/livez"))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_many_connections_together_hold_a_bounded_amount_of_what_is_not_whole(unruly, channel, monkeypatch):
+    """The one that has stood still the longest is given up: whoever goes on sending is answered."""
+    monkeypatch.setattr("envgym.remote.arriving.MAX_ARRIVING", 2**20)
+
+    def held() -> int:
+        return sum(len(each._parts) for each in Arriving._begun)
+
+    async def main() -> None:
+        async with unruly() as (url, _, _), contextlib.AsyncExitStack() as clients:
+            idle = [await clients.enter_async_context(channel(url)) for _ in range(12)]
+            for each in idle:
+                await each.socket.send_bytes(b"+" + b"x" * 2**18)
+            for each in idle:  # until it has been read
+                await each.ask("GET", "/livez")
+            assert held() <= 2**20
+            message = json.dumps([[9, "POST", "/v1/sessions", len(json.dumps(opening("s")))]]).encode() + b"\n"
+            message += json.dumps(opening("s")).encode()
+            last = await clients.enter_async_context(channel(url))
+            await last.socket.send_bytes(b"+" + message[:20])
+            await last.socket.send_bytes(b"." + message[20:])
+            assert (await last.hear())[:2] == (9, 200)
+            with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+                await idle[0].socket.send_bytes(b".")
+            while not idle[0].socket.closed:
+                await idle[0].socket.receive(timeout=20)
+            body = b'{"session_id": "t", "seed": 1}'
+            port = int(url.rpartition(":")[2])
+            slow, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {2**22}\r\n\r\n".encode() + body)
+            writer.write(b" " * (2**21))
+            assert b"429" in await slow.readline()  # more by itself than all may have together
+            writer.close()
+        assert held() == 0
 
     asyncio.run(main())
 

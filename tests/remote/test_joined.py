@@ -507,9 +507,8 @@ def test_a_large_body_takes_its_time_and_holds_nobody_up(port, monkeypatch):
     asyncio.run(main())
 
 
-def test_more_pieces_than_the_largest_body_has_are_refused(monkeypatch):
-    monkeypatch.setattr("envgym.remote.frames.MAX_WHOLE", 10)
-    pieces = Pieces()
+def test_more_pieces_than_the_largest_body_has_are_refused():
+    pieces = Pieces(8)
     assert [pieces.add(piece) for piece in (b"+12345", b"+", b".678")] == [None, None, b"12345678"]
     pieces.add(b"+12345")
     with pytest.raises(ValueError, match="too many"):

@@ -355,6 +355,29 @@ def test_a_server_that_is_asked_to_stop_answers_what_it_was_asked_before(unruly,
 
 
 @pytest.mark.parametrize("way", ["http", "channel"])
+def test_what_takes_longer_than_a_server_may_drain_does_not_hold_it_up(unruly, channel, way):
+    """It would be answered if the server waited for it."""
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as clients:
+            async with unruly(Limits(drain_seconds=0.05), judge_seconds=6.0) as (url, application, spec):
+                asked: tuple[Any, ...] = ("POST", "/v1/envs/game/score_group", group())
+                if way == "http":
+                    judging = asyncio.create_task(ask(url, *asked))
+                else:
+                    asking = await clients.enter_async_context(channel(url))
+                    judging = asyncio.create_task(asking.ask(*asked))
+                for _ in range(1000):
+                    if not spec.judged:
+                        await asyncio.sleep(0.005)
+                await application.drain()
+            with pytest.raises((aiohttp.ClientError, TypeError)):  # the connection ends without an answer
+                await judging
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["http", "channel"])
 def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(start, monkeypatch, way):
     if way == "http":
         monkeypatch.setattr("envgym.remote.transport.HttpTransport._channel", no_channel)
