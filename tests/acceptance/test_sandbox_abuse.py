@@ -206,6 +206,33 @@ for _ in range(1000):
 print('ESCAPED')
 """,
     ),
+    "pages given to pipes": Abuse(
+        "refused, for they could not be counted",
+        """
+import mmap
+reader, writer = os.pipe()
+pages = mmap.mmap(-1, 2**22, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+place = (ctypes.c_uint64 * 2)(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 4096)
+call(278, writer, place, 1, 0)
+""",
+    ),
+    "queues of inotify": Abuse("refused, for they could not be counted", "call(253)\ncall(294, 0)"),
+    "rules without end": Abuse("refused, for they could not be counted", "call(444, struct.pack('Q', 1), 8, 0)"),
+    "processes whose end nobody waits for": Abuse(
+        "their CPU time counts together",
+        """
+try: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+except OSError as error: print(error)
+while True:
+    if os.fork() == 0:
+        while time.process_time() < 0.1: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass
+""",
+        ("timeout",),
+        limits=patient(),
+    ),
     "deep recursion": Abuse("RecursionError", "def f(): f()\nf()", ("error",)),
     "deep recursion without a limit": Abuse(
         "ended by an error or a limit",
@@ -340,6 +367,26 @@ for number in range(3, 2000):
 def connect():
     with socket.socket(socket.AF_UNIX) as unix: unix.connect(chr(0) + ABSTRACT)
 attempt(connect)
+""",
+    ),
+    "datagrams to anybody": Abuse(
+        "refused",
+        """
+def send():
+    with socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0] as one: one.sendto(b'x', chr(0) + ABSTRACT)
+attempt(send)
+attempt(socket.socketpair()[0].bind, chr(0) + 'meet me')
+""",
+    ),
+    "signals sent by a descriptor": Abuse(
+        "nobody else is hurt",
+        """
+import fcntl
+one, other = socket.socketpair()
+for what in ((fcntl.F_SETOWN, VICTIM), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
+    try: print(fcntl.fcntl(one, *what))
+    except OSError as error: print(error)
+other.send(b'x')
 """,
     ),
     "killing its parent": Abuse(

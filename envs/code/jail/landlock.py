@@ -18,19 +18,24 @@ _OF_A_FILE = _EXECUTE | 1 << 1 | _READ_FILE | 1 << 14 | 1 << 15  # the rest are 
 _NET, _SCOPES = 3, 3  # bind and connect TCP; abstract sockets and signals to others
 
 
+def version() -> int:
+    """The version that the kernel has. Raises `OSError` where it has none (before 5.13, or switched off)."""
+    return linux.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1, what="landlock")
+
+
 def restrict(readable: Iterable[str], writable: Iterable[str], hidden: Collection[str]) -> None:
     """From now on this process can open only what lies at or below these paths, and of what is `hidden` no file.
 
-    Paths that do not exist are skipped. Needs the no-new-privileges flag. Raises `OSError` where the kernel has no
-    Landlock (before 5.13, or switched off).
+    Paths that do not exist are skipped. Needs the no-new-privileges flag, and the filter of system calls (`seccomp`),
+    which closes what older versions leave open. Raises `OSError` where the kernel has no Landlock.
     """
-    version = linux.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1, what="landlock")
+    known = version()
     every_right = (1 << 13) - 1  # <linux/landlock.h>; version 2 added moving between folders, 3 truncation, 5 ioctl
-    every_right |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+    every_right |= (known >= 2) << 13 | (known >= 3) << 14 | (known >= 5) << 15
     attributes = struct.pack("Q", every_right)
-    if version >= 4:
+    if known >= 4:
         attributes += struct.pack("Q", _NET)
-    if version >= 6:
+    if known >= 6:
         attributes += struct.pack("Q", _SCOPES)
     ruleset = linux.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0, what="landlock")
     for path in readable:

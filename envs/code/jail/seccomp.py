@@ -1,7 +1,8 @@
 """A filter of system calls (seccomp): no sockets, no tracing, no namespaces, nothing that only a system's owner needs.
 
 It is the second wall behind the namespaces (sockets of kinds that they do not contain, memory that belongs to no
-process, rarely used parts of the kernel), and where there are none, half of the first.
+process, rarely used parts of the kernel), and where there are none, half of the first. What old versions of Landlock
+leave open (signals, truncation, devices) is closed here, so that the kernel's version does not matter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import signal
 import struct
 
 from . import linux
@@ -21,43 +23,55 @@ _NEWER = 463
 # number on x86_64, number on aarch64 (None: does not exist there); <asm/unistd_64.h>, <asm-generic/unistd.h>
 _Calls = dict[str, tuple[int | None, int | None]]
 _DENIED: _Calls = {
-    "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280), "chroot": (161, 51),
-    "clock_adjtime": (305, 266), "clock_settime": (227, 112), "delete_module": (176, 106),
+    "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bind": (49, 200), "bpf": (321, 280),
+    "chroot": (161, 51), "clock_adjtime": (305, 266), "clock_settime": (227, 112), "connect": (42, 203),
+    "delete_module": (176, 106),
     "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
     "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_setup": (206, 0),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425),
+    "inotify_init": (253, None), "inotify_init1": (294, 26),
     "ioperm": (173, None), "iopl": (172, None), "ioprio_set": (251, 30),
     "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219),
-    "lookup_dcookie": (212, 18), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "landlock_create_ruleset": (444, 444), "lookup_dcookie": (212, 18), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
     "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40), "mount_setattr": (442, 442),
-    "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180), "msgget": (68, 186),
+    "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "msgctl": (71, 187), "msgget": (68, 186), "msgrcv": (70, 188), "msgsnd": (69, 189),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
     "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
     "process_madvise": (440, 440), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142),
     "request_key": (249, 218), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semget": (64, 190), "sethostname": (170, 161),
-    "setdomainname": (171, 162), "setns": (308, 268), "setpriority": (141, 140), "settimeofday": (164, 170),
-    "shmget": (29, 194), "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semctl": (66, 191), "semget": (64, 190),
+    "semop": (65, 193), "semtimedop": (220, 192), "sethostname": (170, 161),
+    "setdomainname": (171, 162), "setns": (308, 268), "setpriority": (141, 140), "setsockopt": (54, 208),
+    "settimeofday": (164, 170), "shmat": (30, 196), "shmctl": (31, 195), "shmget": (29, 194),
+    "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
     "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
+    "vmsplice": (278, 75),
 }  # fmt: skip
 _DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not (always) control, and further processes
     "chmod": (90, None), "chown": (92, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "fchown": (93, 55), "fchownat": (260, 54), "fork": (57, None), "futimesat": (261, None),
-    "inotify_add_watch": (254, 27), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
+    "fchown": (93, 55), "fchownat": (260, 54), "fork": (57, None), "fremovexattr": (199, 16), "fsetxattr": (190, 7),
+    "futimesat": (261, None), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
     "pidfd_send_signal": (424, 424), "removexattr": (197, 14), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "truncate": (76, 45),
     "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
 _CLONE, _CLONE3, _MMAP, _PRLIMIT = (56, 220), (435, 435), (9, 222), (302, 261)
-_KILL, _TGKILL = (62, 129), (234, 131)
+_SOCKETPAIR, _SIGACTION, _KILL, _TGKILL = (53, 199), (13, 134), (62, 129), (234, 131)
+_FCNTL, _IOCTL, _OPEN, _OPENAT, _OPENAT2 = (72, 25), (16, 29), (2, None), (257, 56), (437, 437)
+_UNIX_FAMILY, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
 _CLONE_THREAD = 0x00010000
 _MAP_SHARED_ANONYMOUS = 0x21
 _NAMESPACES = 0x7E020080  # every CLONE_NEW… flag, time namespaces included
+_SET_FLAGS, _SIGNALS_TO_OTHERS = 4, (8, 10, 15)  # F_SETFL; F_SETOWN, F_SETSIG, F_SETOWN_EX
+_ASYNC, _ACCESS, _TRUNCATE = 0x2000, 3, 0x200  # O_ASYNC, O_ACCMODE, O_TRUNC
+_HARMLESS_IOCTLS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of its streams."""
 
 _LOAD, _AND, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data, <linux/seccomp.h>
-_FOURTH_ARGUMENT_AT = _ARGUMENTS_AT + 3 * 8
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _MODE_FILTER = 2
 
@@ -88,44 +102,99 @@ def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
         _instruction(_GREATER_OR_EQUAL, _NEWER, 0, 1),  # x32's calls on x86_64 as well
         _refuse(errno.ENOSYS),
         *_when(_CLONE3[column], [_refuse(errno.ENOSYS)]),  # its flags cannot be read here; C libraries fall back
-        *_when(_PRLIMIT[column], _only_if_argument_is(0)),  # its own limits, nobody else's
-        *_when(_MMAP[column], _no_shared_memory_without_a_file()),
+        *_unless(_PRLIMIT[column], _refuse_all_but(0, (0,))),  # its own limits, nobody else's
+        # Memory that processes share without a file could be held without its being counted for any of them.
+        *_unless(_MMAP[column], _refuse_these(3, (_MAP_SHARED_ANONYMOUS,), mask=_MAP_SHARED_ANONYMOUS)),
+        # Pairs of streams lead nowhere else; a datagram socket sends to any address, of this machine's too.
+        *_unless(
+            _SOCKETPAIR[column],
+            _refuse_all_but(0, (_UNIX_FAMILY,)) + _refuse_all_but(1, (_STREAM,), mask=_KIND_OF_SOCKET),
+        ),
     ]
+    clone = [_instruction(_LOAD, _argument(0)), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _refuse(errno.EPERM)]
     denied = dict(_DENIED)
-    clone = [_instruction(_LOAD, _ARGUMENTS_AT), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _refuse(errno.EPERM)]
-    if not namespaces:
+    if namespaces:
+        program += _unless(_SIGACTION[column], _keep_the_children())
+    else:
         denied |= _DENIED_WITHOUT_NAMESPACES
         clone += [_instruction(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
-        process = linux.LIBC.getpid()
-        for call in (_KILL, _TGKILL):
-            program += _when(call[column], _only_if_argument_is(process))
-    program += _when(_CLONE[column], [*clone, _instruction(_RETURN, _ALLOW)])
+        program += _alone(column)
+    program += _unless(_CLONE[column], clone)
     for numbers in denied.values():
-        number = numbers[column]
-        if number is not None:
-            program += _when(number, [_refuse(errno.EPERM)])
+        program += _when(numbers[column], [_refuse(errno.EPERM)])
     return [*program, _instruction(_RETURN, _ALLOW)]
 
 
-def _when(number: int, then: list[bytes]) -> list[bytes]:
-    return [_instruction(_EQUAL, number, 0, len(then)), *then]
+def _alone(column: int) -> list[bytes]:
+    """Tests for a process that shares files, devices and process ids with this machine."""
+    process = linux.LIBC.getpid()
+    program = []
+    for call in (_KILL, _TGKILL):
+        program += _unless(call[column], _refuse_all_but(0, (process,)))
+    # A descriptor can send signals too, to whom one likes.
+    program += _unless(_FCNTL[column], _refuse_these(1, _SIGNALS_TO_OTHERS) + _no_signals_from_descriptors())
+    program += _unless(_IOCTL[column], _refuse_all_but(1, _HARMLESS_IOCTLS))
+    # The access mode 3 opens what may not be read or written, for `ioctl`; a file opened to be read can be truncated.
+    for numbers, flags in ((_OPEN, 1), (_OPENAT, 2)):
+        strange = _refuse_these(flags, (_ACCESS,), mask=_ACCESS)
+        strange += _refuse_these(flags, (_TRUNCATE,), mask=_TRUNCATE | _ACCESS)
+        program += _unless(numbers[column], strange)
+    return program + _when(_OPENAT2[column], [_refuse(errno.ENOSYS)])  # its flags cannot be read here
 
 
-def _only_if_argument_is(value: int) -> list[bytes]:
-    """The low half of the first argument: process ids have no high one."""
-    test = _instruction(_EQUAL, value, 1, 0)
-    return [_instruction(_LOAD, _ARGUMENTS_AT), test, _refuse(errno.EPERM), _instruction(_RETURN, _ALLOW)]
+def _when(number: int | None, then: list[bytes]) -> list[bytes]:
+    return [] if number is None else [_instruction(_EQUAL, number, 0, len(then)), *then]
 
 
-def _no_shared_memory_without_a_file() -> list[bytes]:
-    """Processes could hold it without its being counted for any of them."""
+def _unless(number: int | None, refusals: list[bytes]) -> list[bytes]:
+    """Allow a call unless one of the tests refuses it."""
+    return _when(number, [*refusals, _instruction(_RETURN, _ALLOW)])
+
+
+def _refuse_these(argument: int, values: tuple[int, ...], *, mask: int = 0xFFFFFFFF) -> list[bytes]:
+    """Of an argument only the low half is looked at: none of those asked about here has a high one."""
+    program = [_instruction(_LOAD, _argument(argument)), _instruction(_AND, mask)]
+    for value in values:
+        program += [_instruction(_EQUAL, value, 0, 1), _refuse(errno.EPERM)]
+    return program
+
+
+def _refuse_all_but(argument: int, values: tuple[int, ...], *, mask: int = 0xFFFFFFFF) -> list[bytes]:
+    program = [_instruction(_LOAD, _argument(argument)), _instruction(_AND, mask)]
+    program += [_instruction(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [*program, _refuse(errno.EPERM)]
+
+
+def _no_signals_from_descriptors() -> list[bytes]:
+    """`fcntl` that sets O_ASYNC is refused."""
     return [
-        _instruction(_LOAD, _FOURTH_ARGUMENT_AT),
-        _instruction(_AND, _MAP_SHARED_ANONYMOUS),
-        _instruction(_EQUAL, _MAP_SHARED_ANONYMOUS, 0, 1),
+        _instruction(_LOAD, _argument(1)),
+        _instruction(_EQUAL, _SET_FLAGS, 0, 3),
+        _instruction(_LOAD, _argument(2)),
+        _instruction(_ANY_BIT, _ASYNC, 0, 1),
         _refuse(errno.EPERM),
-        _instruction(_RETURN, _ALLOW),
     ]
+
+
+def _keep_the_children() -> list[bytes]:
+    """SIGCHLD keeps its meaning: the CPU time of children whose end is ignored would be counted for nobody.
+
+    What is to become of the signal lies in memory that cannot be read here; so it can only be asked for.
+    """
+    return [
+        _instruction(_LOAD, _argument(0)),
+        _instruction(_EQUAL, signal.SIGCHLD, 1, 0),
+        _instruction(_RETURN, _ALLOW),
+        _instruction(_LOAD, _argument(1)),
+        _instruction(_EQUAL, 0, 0, 2),
+        _instruction(_LOAD, _argument(1) + 4),
+        _instruction(_EQUAL, 0, 1, 0),
+        _refuse(errno.EPERM),
+    ]
+
+
+def _argument(position: int) -> int:
+    return _ARGUMENTS_AT + 8 * position
 
 
 def _refuse(error: int) -> bytes:

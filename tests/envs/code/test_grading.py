@@ -51,7 +51,7 @@ def verdict(code, tests, entry_point="") -> Verdict:
         ("return object()", 0.0, "raised TypeError: a result of type object cannot be compared"),
         ("return str(a + b)", 0.0, "returned '3', expected 3"),
         ("return float(a + b)", 1.0, ""),
-        ("return a + b + 1e-12", 1.0, ""),
+        ("return a + b + 1e-12", 0.0, "returned 3.000000000001, expected 3"),
         ("return a + b + 0.01", 0.0, "returned 3.01, expected 3"),
     ],
 )
@@ -196,6 +196,12 @@ def test_values_survive_the_way_to_the_solution_and_back(value):
         (True, 1, True),
         (1, 1.0, True),
         (0.1 + 0.2, 0.3, True),
+        (3, 3.0000001, True),
+        (3.0000001, 3, False),
+        ([2.9999999999999996], [3], False),
+        (1 - 1e-12, True, False),
+        (1e-12, 0, False),
+        (2**53 + 0.0, 2**53 + 1, False),
         (10**400, 1.5, False),
         (float("inf"), float("inf"), True),
         (float("nan"), float("nan"), False),
@@ -237,8 +243,21 @@ def test_verdicts_cannot_be_forged():
     assert [found.share for found in grade_all(*((code, SECRET) for code in FORGERIES))] == [0] * len(FORGERIES)
 
 
+AGREEABLE = """
+class Agreeable:
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+    __lt__ = __gt__ = __eq__
+def add(a, b): return Agreeable()
+"""
+
+
 def test_plain_asserts_can_be_forged_as_is_documented():
     """Their weakness is no secret: a solution that shares a process with its tests can pass them."""
+    weak = ["x = add(1, 2)\nassert x == 3", "assert add(1, 2) > 2", "assert add(1, 2)", "assert add(2, 2) == 2 ** 2"]
+    strong = ["assert add(1, 2) == 3", ADD]
+    found = grade_all(*((AGREEABLE, tests) for tests in weak + strong))
+    assert [each.passed for each in found] == [True] * len(weak) + [False] * len(strong)
     code = """
 import sys
 frame = sys._getframe()
