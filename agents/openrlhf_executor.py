@@ -46,7 +46,7 @@ class OpenRLHFExecutor(MultiTurn):
             try:
                 return await super().play(env, task, transcript, seed=seed)
             finally:  # a score that is none takes back the one before it
-                transcript.score = guest.score
+                transcript.score = own_score(guest.score, transcript)
         await env.reset(seed=seed, options={"task": task})
         limit: OutOfBudget | PromptTooLong | None = None
 
@@ -140,6 +140,13 @@ def _before(row: Row, segment: Segment) -> list[int]:
     return before
 
 
+def own_score(score: float | None, transcript: Transcript) -> float | None:
+    """The score, unless it is the reward once more, as most files have it: whether that is one the other episodes of
+    the environment tell (`envgym.scores`)."""
+    paid = [turn.reward for row in transcript.rows for turn in row.turns if turn.reward is not None]
+    return None if score == sum(paid) else score
+
+
 def pay(transcript: Transcript, said: Mapping[str, Any]) -> None:
     """Write down what the episode earned: by turn where that is known and adds up, else at its end."""
     turns = [turn for row in transcript.rows for turn in row.turns]
@@ -149,5 +156,5 @@ def pay(transcript: Transcript, said: Mapping[str, Any]) -> None:
             turn.reward = paid
     else:
         turns[-1].reward = reward
-    transcript.score = said["score"]
+    transcript.score = own_score(said["score"], transcript)
     transcript.metrics |= said["metrics"]

@@ -42,6 +42,11 @@ class BestMetric:
                 f"checkpoint.best: this run has no metric {self.name!r} that is a number."
                 f"{did_you_mean(self.name, self._numbers)}"
             )
+        if expected and value is None and "eval/reward" in record:
+            raise ConfigError(
+                f"checkpoint.best: {self.name} is not known, as no held-out episode has a score (the environment gives "
+                "none, and its rewards are not all in [0, 1]): name eval/reward"
+            )
         if not step or value is None or not math.isfinite(value):
             return False
         best = progress.best

@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import FilterConfig
 from .errors import RunError
+from .scores import is_flat
 from .types import Episode, Group
 
 
@@ -78,10 +79,10 @@ def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
     """Why a group of finished episodes is not learned from, in one word; empty where it is.
 
     Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. Rewards stand in for scores where
-    an environment gives none; a range of scores can then not be asked for (`RunError`).
+    a member has none; where all have none, a range of scores cannot be asked for (`RunError`).
     """
     scores = [episode.score for episode in members if episode.score is not None]
-    if config.zero_variance and len(set(scores) or {episode.reward for episode in members}) < 2:
+    if config.zero_variance and is_flat(members):
         return "zero_variance"
     low, high = config.min_score, config.max_score
     if low is None and high is None:
@@ -89,7 +90,7 @@ def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
     if not scores:
         raise RunError(
             "rollout.filter.min_score and max_score go by scores, and the environment gives none (its rewards are not "
-            "in [0, 1]): use rollout.filter.zero_variance alone"
+            'all in [0, 1]): let it give info["score"], or use rollout.filter.zero_variance alone'
         )
     mean = fmean(scores)
     outside = (low is not None and mean <= low) or (high is not None and mean >= high)

@@ -58,9 +58,9 @@ def collect(
     """Play the last stage's environment with its model, write the episodes to `out` and return what came of it.
 
     What an earlier call with the same settings has played is not played again. Keys: env, model, split, tasks,
-    episodes (played), written, score and ci95 of those played (None: none was scored), truncated, failures (kind ->
-    count), empty (tasks of which none was kept), tokens, seconds. Raises `EnvgymError`; Ctrl-C is a `KeyboardInterrupt`
-    that says what is kept.
+    episodes (played), written, score and ci95 of those played (None: none was scored), reward (where it is not the
+    score), truncated, failures (kind -> count), empty (tasks of which none was kept), tokens, seconds. Raises
+    `EnvgymError`; Ctrl-C is a `KeyboardInterrupt` that says what is kept.
     """
     check_target(out, overwrite=overwrite)
     work = Unfinished(out, overwrite=overwrite)
@@ -150,5 +150,6 @@ def _summary(groups: Sequence[Group]) -> dict[str, Any]:
         "tasks": len(groups),
         "episodes": result["n_episodes"],
         **{name: result[name] for name in ("score", "ci95", "truncated", "failures", "tokens")},
+        **({"reward": result["reward"]} if "reward" in result else {}),
         "empty": sum(all(episode.failed for episode in group.episodes) for group in groups),
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import CurriculumConfig
 from .sampler import derived_seed
+from .scores import is_flat
 from .types import Group, Task
 
 REMEMBERED = 1_000_000
@@ -17,9 +18,9 @@ REMEMBERED = 1_000_000
 class Curriculum:
     """Decides which tasks are passed over, from how their groups came out.
 
-    A group is flat where its episodes all have one score. A task whose last group was flat is passed over `skip`
-    of the times it comes up. A task that has not been played yet goes by those of its difficulty: it is passed over
-    `skip` times the share of flat ones among their last `memory` groups.
+    A group is flat where its episodes all have one score, or one reward where not all have a score. A task whose last
+    group was flat is passed over `skip` of the times it comes up. A task that has not been played yet goes by those of
+    its difficulty: it is passed over `skip` times the share of flat ones among their last `memory` groups.
 
     Passing over is spread evenly instead of drawn: each time a task comes up it gains its chance of being played,
     and is played when these have reached 1. So it is played at least every 1 / (1 - skip) times that it comes up,
@@ -51,15 +52,15 @@ class Curriculum:
         return credit < 1
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take note of groups that were played. Those with fewer than two scores say nothing."""
+        """Take note of groups that were played. Those with fewer than two scores or rewards say nothing."""
         for group in groups:
-            scores = [e.score for e in group.episodes if not e.failed and e.score is not None]
-            if len(scores) < 2:
+            members = [e for e in group.episodes if not e.failed and (e.score, e.reward) != (None, None)]
+            if len(members) < 2:
                 continue
-            flat = len(set(scores)) == 1
+            flat, score = is_flat(members), members[0].score
             self._groups += 1
-            self._solved += flat and scores[0] >= 0.5
-            self._unsolved += flat and scores[0] < 0.5
+            self._solved += flat and score is not None and score >= 0.5
+            self._unsolved += flat and score is not None and score < 0.5
             self._note(group.task, flat)
 
     def metrics(self) -> dict[str, float]:

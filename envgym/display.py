@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .report import aligned, counts, duration, score, summary_lines
+from .report import aligned, counts, duration, score, summary_lines, tasks_behind
 
 if TYPE_CHECKING:
     from .config import RunConfig
@@ -104,7 +104,7 @@ class LineDisplay(Display):
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
         how = ", greedy" if result.get("greedy") else ""
-        self._print(f"held-out at step {step}{how}: {score(result)} ({result['n_tasks']} tasks)")
+        self._print(f"held-out at step {step}{how}: {score(result)} ({tasks_behind(result)} tasks)")
 
     def alarm(self, step: int, text: str) -> None:
         self._print(f"alarm at step {step}: {text}")

@@ -54,6 +54,7 @@ def to_record(episode: Episode) -> dict[str, Any]:
         },
         "reward": episode.reward,
         "score": episode.score,
+        "score_is_reward": episode.score_is_reward,
         "answer": episode.answer,
         "metrics": dict(episode.metrics),
         "seconds": episode.seconds,
@@ -83,6 +84,7 @@ def from_record(record: Mapping[str, Any]) -> Episode:
         rows=[_row_of(row) for row in record["rows"]],
         reward=record["reward"],
         score=record["score"],
+        score_is_reward=record.get("score_is_reward", False),  # rollout files do not say, nor older ones
         answer=record["answer"],
         metrics=dict(record["metrics"]),
         messages=list(as_messages(record["messages"])),

@@ -88,10 +88,14 @@ def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
         "eval/failed_share": sum(result["failures"].values()) / result["n_episodes"],
         "eval/truncated_share": result["truncated"] / result["n_episodes"],
     }
+    if (reward := result.get("reward", {}).get("score")) is not None:
+        record["eval/reward"] = reward
     for kind in ("pass@k", "pass^k", "majority@k"):
         record |= {f"eval/{kind.replace('k', k)}": value for k, value in result.get(kind, {}).items() if k != "1"}
     for name, member in result.get("envs", {}).items():
         record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
+        if (reward := member.get("reward", {}).get("score")) is not None:
+            record[f"eval/{name}/reward"] = reward
     return record
 
 

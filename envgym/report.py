@@ -33,13 +33,27 @@ def duration(seconds: float) -> str:
 def score(evaluation: Evaluation) -> str:
     """`0.912 [0.885, 0.934]`: the mean and its 95% interval; the measurements of recorded episodes have names."""
     if "score" in evaluation:
-        if evaluation["score"] is None:
+        if evaluation["score"] is not None:
+            return with_interval(evaluation)
+        reward = evaluation.get("reward")
+        if reward is None or reward["score"] is None:
             return "no episode was scored"
-        if evaluation["ci95"] is None:
-            return f"{evaluation['score']:.3f}"
-        low, high = evaluation["ci95"]
-        return f"{evaluation['score']:.3f} [{low:.3f}, {high:.3f}]"
+        return f"no score, reward {with_interval(reward)}"
     return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluation.items() if "/" in name)
+
+
+def tasks_behind(evaluation: Evaluation) -> int:
+    """How many tasks are behind what `score` says."""
+    reward: Mapping[str, int] = evaluation.get("reward", {})
+    return int(evaluation["n_tasks"] or reward.get("n_tasks", 0))
+
+
+def with_interval(mean: Mapping[str, Any]) -> str:
+    """`0.912 [0.885, 0.934]`, of what `Mean.as_dict` says."""
+    if mean["ci95"] is None:
+        return f"{mean['score']:.3f}"
+    low, high = mean["ci95"]
+    return f"{mean['score']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
@@ -50,7 +64,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         parts = [f"{when} {score(evals[key])}" for when, key in (("before", before), ("after", after)) if key in evals]
         if parts:
             last = evals[after if after in evals else before]
-            lines.append((name, f"{'  ->  '.join(parts)}   {last['n_tasks']} tasks, 95% intervals"))
+            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks, 95% intervals"))
     lines += _members(evals.get("after", evals.get("before", {})))
     if best := summary.get("best"):
         lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))
@@ -72,7 +86,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 def _members(evaluation: Evaluation) -> list[Line]:
     """The scores of a mixture's members."""
-    return [(f"  {name}", f"{score(of)}   {of['n_tasks']} tasks") for name, of in evaluation.get("envs", {}).items()]
+    return [(f"  {name}", f"{score(of)}   {tasks_behind(of)} tasks") for name, of in evaluation.get("envs", {}).items()]
 
 
 def aligned(lines: Sequence[Line]) -> str:

@@ -176,7 +176,9 @@ async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, 
             if episode.failed:
                 episode.rows, episode.messages = _paid(old.rows, ()), old.messages
             judged[place] = episode
-        await asyncio.gather(*(runner.compare(group) for group in saved_groups(judged)))
+        judged_groups = saved_groups(judged)
+        await asyncio.gather(*(runner.compare(group) for group in judged_groups))
+        runner.withdraw_scores(judged_groups)
     for place in tasks:
         judged[place].metrics |= _before(saved[place])
     return judged

@@ -23,6 +23,7 @@ from .env import CheckedEnv, EnvSpec
 from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from .fingerprint import task_hash
 from .sampler import EpisodeSampler, Waves, derived_seed
+from .scores import reward_as_score, withdraw
 from .services.policy import WAVES
 from .types import Episode, Group, Judgement, Outcome, Task
 
@@ -66,6 +67,8 @@ class Runner:
         self.seed = seed
         self.deterministic = deterministic
         self._fingerprints: dict[int, dict[str, str]] = {}
+        self.unscored: set[str] = set()
+        """Environments whose rewards are known to be no scores."""
 
     async def play(
         self,
@@ -83,7 +86,8 @@ class Runner:
         that are played, and how many failed, by kind.
 
         Episodes `kept` from an earlier call, by their group's id and member, are not played again. `on_episode` is
-        given each episode as it ends, and once more where its group is judged together and that changed it.
+        given each episode as it ends, and once more where its group is judged together or others show that its reward
+        is no score, and that changed it.
         """
         kept, failures = kept or {}, Counter[str]()
         groups = [Group(id, task, []) for id, task in group_ids(play.purpose, tasks).items()]
@@ -126,12 +130,16 @@ class Runner:
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
             group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
-        if self.agent.samples:
-            judged = await asyncio.gather(*(self.compare(group) for group in groups))
-            if on_episode is not None:
-                for episode in itertools.chain(*judged):
-                    on_episode(episode)
+        judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.samples else []
+        changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
+        if on_episode is not None:
+            for episode in changed.values():
+                on_episode(episode)
         return groups
+
+    def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
+        """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
+        return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
 
     async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
         """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
@@ -236,16 +244,18 @@ class Runner:
             raise  # a model that judges is gone
         except Exception as error:
             for episode in finished:
-                episode.outcome = self._failure(error, timed_out=deadline.expired())
-                episode.reward = episode.score = None
+                _fail(episode, self._failure(error, timed_out=deadline.expired()))
             return finished
         for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
             if isinstance(verdict, Judgement):
                 apply_judgement(episode, verdict)
             else:
-                episode.outcome = self._failure(verdict, timed_out=False)
-                episode.reward = episode.score = None
+                _fail(episode, self._failure(verdict, timed_out=False))
         return [] if verdicts is None else finished
+
+
+def _fail(episode: Episode, outcome: Outcome) -> None:
+    episode.outcome, episode.reward, episode.score, episode.score_is_reward = outcome, None, None, False
 
 
 def as_judgement(verdict: object) -> Judgement | Exception:
@@ -266,7 +276,7 @@ def as_judgement(verdict: object) -> Judgement | Exception:
 
 def apply_judgement(episode: Episode, judged: Judgement) -> None:
     """Let a judgement stand in place of what the steps of `episode` paid."""
-    own_score = episode.score if episode.reward is None else None
+    own_score = None if episode.score_is_reward or episode.reward is not None else episode.score
     reward = None if judged.reward is None else float(judged.reward)
     for row in episode.rows:
         for turn in row.turns:
@@ -276,6 +286,5 @@ def apply_judgement(episode: Episode, judged: Judgement) -> None:
     episode.reward = reward
     episode.metrics |= {name: float(value) for name, value in judged.metrics.items()}
     score = judged.score if judged.score is not None else own_score
-    if score is None and reward is not None and 0 <= reward <= 1:
-        score = reward
-    episode.score = score
+    episode.score = reward_as_score(reward) if score is None else score
+    episode.score_is_reward = score is None and episode.score is not None

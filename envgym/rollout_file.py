@@ -16,7 +16,8 @@ from .types import Episode
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     """Write episodes to `path` in one rename. `_schema` names the columns.
 
-    What `envgym.episode_record` keeps is kept; log-probabilities with the precision of a float32.
+    What `envgym.episode_record` keeps is kept, but not whose a score is (`score_is_reward`); log-probabilities with the
+    precision of a float32.
     """
     pa, pq = _pyarrow("writing rollouts")
     table = pa.Table.from_pylist([_columns(episode) for episode in episodes], _schema(pa))

@@ -261,6 +261,7 @@ class Trainer:
             "buffer": self.buffer.state(),
             "pretraining": None if self.parts.pretraining is None else self.parts.pretraining.state(),
             "learner": self.parts.learner.state(),
+            "unscored": sorted(self.parts.runner.unscored),
         }
 
     async def checkpoint(self, state: dict[str, Any]) -> Path:
@@ -283,5 +284,6 @@ class Trainer:
         if self.parts.pretraining is not None:
             self.parts.pretraining.load_state(state["pretraining"])
         self.parts.learner.load_state(state["learner"])
+        self.parts.runner.unscored |= set(state.get("unscored", ()))  # older checkpoints have none
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
             await self.parts.workers[role].load_state(str(checkpoint / role))

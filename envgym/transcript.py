@@ -11,6 +11,7 @@ from typing import Any
 
 from .agent import Sampler
 from .engines.base import Generation
+from .scores import reward_as_score
 from .types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 
@@ -109,7 +110,8 @@ class Transcript:
         return next((row.turns[-1].stop_reason for row in reversed(self.rows) if row.turns), None)
 
     def episode(self, task: Task, outcome: Outcome) -> Episode:
-        """The episode as a whole: rewards add up, and a reward in [0, 1] is a score where none was given.
+        """The episode as a whole: rewards add up, and a reward in [0, 1] is a score where none was given, until the
+        environment's other rewards show that it is none (`envgym.scores`).
 
         Where the last answer was cut by its token limit the episode is truncated (`length`): what it earned is of a
         part of an answer.
@@ -122,9 +124,7 @@ class Transcript:
         self.rows = [row for row in self.rows if row.turns]
         rewards = [turn.reward for row in self.rows for turn in row.turns if turn.reward is not None]
         reward = sum(rewards) if rewards else None
-        score = self.score
-        if score is None and reward is not None and 0.0 <= reward <= 1.0:
-            score = reward
+        score = reward_as_score(reward) if self.score is None else self.score
         return Episode(
             id="",
             task=task,
@@ -132,6 +132,7 @@ class Transcript:
             rows=self.rows,
             reward=reward,
             score=score,
+            score_is_reward=self.score is None and score is not None,
             answer=self.answer,
             metrics=self.metrics,
             messages=self.messages,

@@ -254,7 +254,7 @@ class Turn:
 class Judgement:
     """What an environment says of one episode once its whole group is finished (`EnvSpec.score_group`).
 
-    Without a `score` a reward in [0, 1] is one.
+    Without a `score` the reward is one, where the environment's rewards lie in [0, 1].
     """
 
     reward: float | None
@@ -351,11 +351,11 @@ class Episode:
     """What happened when a policy met a task.
 
     `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
-    rates and filters use (the environment's, or the reward where that lies in [0, 1]). `answer` is what the policy
-    answered as the environment read it (None: nothing it could read), by which majority votes count. `rows` are what is
-    trained on; an episode has more than one only where its context was not one growing sequence.
-    `messages` is the conversation, for people. `fingerprints` are hashes of what was played: the environment's
-    `code`, its `spec` and the `task`.
+    rates and filters use: the environment's or, where it gives none and its rewards lie in [0, 1], the reward
+    (`score_is_reward`). `answer` is what the policy answered as the environment read it (None: nothing it could read),
+    by which majority votes count. `rows` are what is trained on; an episode has more than one only where its context
+    was not one growing sequence. `messages` is the conversation, for people. `fingerprints` are hashes of what was
+    played: the environment's `code`, its `spec` and the `task`.
     """
 
     id: str
@@ -364,6 +364,7 @@ class Episode:
     rows: list[Row] = field(default_factory=list)
     reward: float | None = None
     score: float | None = None
+    score_is_reward: bool = False
     answer: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)

@@ -43,6 +43,15 @@ def test_the_best_so_far_is_what_the_progress_says_unless_it_is_of_another_metri
     assert steps_kept("loss", [9.0, 0.4, 0.6], "loss", progress=Progress(best=before)) == [1]
 
 
+def test_a_score_that_the_environment_does_not_have_is_told_at_once():
+    record = {"step": 0, "eval/score": None, "eval/reward": -0.5}
+    with pytest.raises(ConfigError, match=r"no held-out episode has a score .* name eval/reward"):
+        BestMetric("eval/score").improves(Progress(record=record))
+    assert not BestMetric("eval/reward").improves(Progress(record=record))
+    del record["eval/reward"]  # all failed: it may be known another time
+    assert not BestMetric("eval/score").improves(Progress(record=record))
+
+
 def test_without_a_metric_there_is_no_best():
     assert steps_kept(None, [0.1, 0.2]) == []
 

@@ -196,6 +196,18 @@ def test_which_groups_count(scores, flat):
     assert any(passing.passes_over(Task("a")) for _ in range(5)) == flat
 
 
+def test_rewards_stand_in_where_there_are_no_scores():
+    for rewards, flat in (((1.0, 1.0), True), ((1.0, -1.0), False)):
+        played = group(Task("a"), *rewards)
+        for episode in played.episodes:
+            episode.score = None
+        passing = curriculum(0.9)
+        passing.observe([played])
+        metrics = passing.metrics()
+        assert (metrics["curriculum/solved_share"], metrics["curriculum/unsolved_share"]) == (0, 0)  # nobody knows
+        assert any(passing.passes_over(Task("a")) for _ in range(5)) == flat
+
+
 class Levels(TaskSet):
     """Endless tasks of the difficulties 0 to 4, no task twice."""
 
@@ -296,7 +308,8 @@ def trainer_of(skip):
     async def play(tasks, play, on_progress):
         return policy.play(tasks)
 
-    runner = SimpleNamespace(spec=SimpleNamespace(tasks=lambda split: task_set(20)), agent=OneAgent, play=play)
+    spec = SimpleNamespace(tasks=lambda split: task_set(20))
+    runner = SimpleNamespace(spec=spec, agent=OneAgent, play=play, unscored=set())
     learner = SimpleNamespace(min_group_size=2, roles={}, state=dict)
     parts = Parts(learner, runner, {}, SamplingParams(max_tokens=4))
     return Trainer(config, config.stages[0], parts, None, SimpleNamespace(rollout=None))

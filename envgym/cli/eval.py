@@ -36,6 +36,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.display import open_display
     from envgym.evaluation.policy import run_evaluation
     from envgym.evaluation.table import evaluation_text
+    from envgym.report import tasks_behind
 
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     finally:
         display.close()
     print(evaluation_text(result, evaluation.folder.path))
-    if result["score"] is None and not any(env["n_tasks"] for env in result["envs"].values()):
+    if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):
         raise ConfigError(f"no episode was scored; why each failed is in {evaluation.folder.journal.path}")
     return 0
 

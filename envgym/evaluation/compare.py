@@ -112,7 +112,10 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
         clusters = _clusters([*both[0], *both[1]], of_a["cluster"])
         paired = paired_difference(scores_a, scores_b, clusters=clusters)
         if not paired.n:
-            notes.append(f"{name}: no task has a score in both (another seed or other tasks make other problems)")
+            why = "another seed or other tasks make other problems"
+            if alone := [side for side, own in zip("AB", both, strict=True) if own and _gives_rewards_alone(own)]:
+                why = f"in {' and '.join(alone)} rewards are not all in [0, 1], and there is no other score"
+            notes.append(f"{name}: no task has a score in both ({why})")
             unpaired += [name] if of_a["weight"] else []
             continue
         if paired.only_a or paired.only_b:
@@ -179,6 +182,11 @@ def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:
         if not episode.failed and episode.score is not None:
             found.setdefault(_key(episode), []).append(episode.score)
     return found
+
+
+def _gives_rewards_alone(episodes: Sequence[Episode]) -> bool:
+    finished = [episode for episode in episodes if not episode.failed]
+    return not _scores(finished) and any(episode.reward is not None for episode in finished)
 
 
 def _clusters(episodes: Sequence[Episode], name: str | None) -> dict[str, str]:

@@ -38,6 +38,7 @@ def _row(name: str, env: Mapping[str, Any]) -> dict[str, Any]:
         "env": name,
         "weight": env["weight"],
         "score": env["score"],
+        "reward": env.get("reward", env)["score"],
         "ci95_low": low,
         "ci95_high": high,
         "stderr": env["stderr"],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.report import aligned, counts, duration, score
+from envgym.report import aligned, counts, duration, score, tasks_behind, with_interval
 
 AT_K = ("pass@k", "pass^k", "majority@k")
 
@@ -34,6 +34,7 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     k = max((int(k) for _, env in items for k in env["pass@k"]), default=1)
     columns: dict[str, list[str]] = {
         "score": [score(env) if env["score"] is not None else "none" for _, env in items],
+        "reward": [with_interval(env["reward"]) if by_reward(env) else "" for _, env in items],
         "success": [
             "" if (rate := env["success"]["rate"]) in (env["score"], None) else f"{rate:.3f}" for _, env in items
         ],
@@ -42,7 +43,7 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             for name in AT_K
             if k > 1
         },
-        "tasks": [str(env["n_tasks"]) for _, env in items],
+        "tasks": [str(tasks_behind(env)) for _, env in items],
         "failed": [_share(sum(env["failures"].values()), env["n_episodes"]) for _, env in items],
         "unscored": [_share(env["unscored"], env["n_episodes"]) for _, env in items],
         "truncated": [_share(env["truncated"], env["n_episodes"]) for _, env in items],
@@ -53,6 +54,11 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     body = zip([name for name, _ in items], *shown.values(), strict=True)
     return [["environment", *shown], *map(list, body)]
+
+
+def by_reward(env: Mapping[str, Any]) -> bool:
+    """Whether an environment's episodes have rewards alone, which are no scores."""
+    return env["score"] is None and "reward" in env and env["reward"]["score"] is not None
 
 
 def _with_members(name: str, env: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -69,7 +75,10 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     lines.append((label, of))
     if result["score"] is None:
         missing = [name for name, env in result["envs"].items() if env["weight"] and env["score"] is None]
-        lines.append(("score", f"none: no episode of {', '.join(missing)} was scored"))
+        why = f"none: no episode of {', '.join(missing)} was scored"
+        if all(by_reward(result["envs"][name]) for name in missing):
+            why = f"none: {', '.join(missing)} gives none, and its rewards are not all in [0, 1]"
+        lines.append(("score", why))
     else:
         lines.append(("score", f"{score(result)}   95% interval, {f'{how}, ' if many else ''}{size}"))
     for name, env in result["envs"].items():

@@ -86,7 +86,7 @@ class ToolEnv(Env):
             return await self._end(action)
         self._calls_left -= len(action.tool_calls)
         if self._calls_left < 0:
-            return (), 0.0, False, True, {"score": 0.0, "metrics": self.toolbox.metrics}
+            return (), 0.0, False, True, {"metrics": self.toolbox.metrics}
         results: Sequence[Message] = await self.toolbox.call(action.tool_calls)
         return results, 0.0, False, False, {"metrics": self.toolbox.metrics}
 

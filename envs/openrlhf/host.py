@@ -53,7 +53,8 @@ def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidSte
     """A dict of `rewards`, `scores` and `extra_logs`, or rewards alone, as what is said of each answer.
 
     Of `extra_logs`, what has a number for each answer is a metric of that answer's, and a single number one of all.
-    Without scores, rewards in [0, 1] are scores; what is outside is none and is counted (`invalid_scores`).
+    A score that is the reward says nothing of its own; what is outside [0, 1] is none and is counted
+    (`invalid_scores`). Where there is none, rewards are scores if they all lie in [0, 1].
     """
     table = result if isinstance(result, Mapping) else {"rewards": result}
     if table.get("rewards") is None:
@@ -70,7 +71,7 @@ def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidSte
             metrics = finite_metrics(_logged(table.get("extra_logs"), index, count))
             if score is not None and valid_score(score) is None:
                 metrics["invalid_scores"] = 1.0
-            said.append(Reward(reward, valid_score(score), metrics))
+            said.append(Reward(reward, None if score == reward else valid_score(score), metrics))
         except InvalidStep as error:
             said.append(error)
     return said

@@ -178,11 +178,19 @@ def test_one_nan_fails_one_episode(play, reward_file, task):
 
 def test_a_score_outside_its_range_is_no_score_and_is_counted(play, ok, reward_file, task):
     """Files of that kind return any reward as score, and are not refused for it; clamping would invent a score."""
-    groups, engine = play(reward_file("return {'rewards': [3.0, 0.5], 'scores': [3.0, -2.0]}"), [task()], "42")
+    groups, engine = play(reward_file("return {'rewards': [3.0, 0.5], 'scores': [3.0, 0.75]}"), [task()], "42")
     assert [(e.reward, e.score, e.metrics) for e in ok(groups, engine)] == [
         (3.0, None, {"invalid_scores": 1.0}),
-        (0.5, 0.5, {"invalid_scores": 1.0}),
+        (0.5, 0.75, {}),
     ]
+
+
+def test_scores_that_are_the_rewards_are_none_where_some_lie_outside(play, ok, reward_file, task):
+    """Else the wins alone would have a score, and every evaluation would come to 1."""
+    groups, engine = play(reward_file("return {'rewards': [-1.0, 1.0], 'scores': [-1.0, 1.0]}"), [task()], "42")
+    assert [(e.reward, e.score) for e in ok(groups, engine)] == [(-1.0, None), (1.0, None)]
+    groups, engine = play(reward_file("return {'rewards': [0.0, 1.0], 'scores': [0.0, 1.0]}"), [task()], "42")
+    assert [e.score for e in ok(groups, engine)] == [0.0, 1.0]
 
 
 def test_a_call_that_never_returns_is_killed_and_others_go_on(play, write, task):
