@@ -8,7 +8,12 @@ from collections.abc import Sequence
 
 def mean_of(rewards: Sequence[float]) -> float:
     """The mean, exactly theirs where all are equal: one that is off by a bit would make an advantage of nothing."""
-    return rewards[0] if len(set(rewards)) == 1 else math.fsum(rewards) / len(rewards)
+    if len(set(rewards)) == 1:
+        return rewards[0]
+    try:
+        return math.fsum(rewards) / len(rewards)
+    except OverflowError:  # of the sum, which the mean is not as large as
+        return math.fsum(reward / len(rewards) for reward in rewards)
 
 
 def centred(values: Sequence[float], rewards: Sequence[float]) -> list[float]:

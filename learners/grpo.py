@@ -17,6 +17,9 @@ from .baseline import mean_of
 from .monte_carlo import MonteCarlo
 from .policy_gradient import Aggregation, PolicyGradientConfig
 
+HUGE = 2.0**1000
+"""Size of rewards above which they are first divided by it. A power of two loses no digit."""
+
 
 class GRPOConfig(PolicyGradientConfig):
     """Settings of GRPO."""
@@ -42,6 +45,8 @@ def standardised(values: Sequence[float], rewards: Sequence[float], eps: float) 
     of these are equal."""
     if len(set(rewards)) < 2:
         return [0.0] * len(values)
+    if max(map(abs, [*values, *rewards])) > HUGE:  # differences of these may be no floats, nor their squares' root
+        return standardised([value / HUGE for value in values], [reward / HUGE for reward in rewards], eps / HUGE)
     mean = mean_of(rewards)
     # `hypot`, because squares of very large or very small rewards would overflow or vanish.
     std = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards) - 1)

@@ -59,14 +59,17 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Esti
     """Per-token estimate, in nats, same shape as the inputs.
 
     With l = log pi - log pi_ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, where -l is bounded at 20 so that
-    one token cannot overflow the loss.
+    one token cannot overflow the loss. The bound holds its gradient, 1 - exp(-l), as it does the value: without one of
+    its own beyond it, the exponential would leave the 1, which pushes away from the reference.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return (-log_ratio).clamp(max=20.0).exp() - 1 + log_ratio
+    bounded = (-log_ratio.detach()).clamp(max=20.0).exp()
+    exponential = bounded + bounded * (log_ratio.detach() - log_ratio)  # `bounded`, with itself as derivative by -l
+    return exponential - 1 + log_ratio
 
 
 def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:

@@ -19,7 +19,7 @@ from .correction import CorrectionConfig, correction
 from .credit import Credit
 from .health import advantage_metrics, token_metrics
 from .kl import KLConfig, adapted, kl_estimate
-from .normalisation import Scope, normalised
+from .normalisation import Scope, normalised, without_variance
 from .policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, reinforce_loss, sequence_log_ratio
 from .reward_shaping import ShapingConfig, shaped_reward
 from .time_line import TimeLine
@@ -142,7 +142,13 @@ class PolicyGradient(Learner):
             lines = [self._time_line(e, n_episodes + i, len(kept)) for i, e in enumerate(episodes)]
             n_episodes += len(lines)
             kept.append(lines)
-        advantages = normalised([self.step_advantages(lines) for lines in kept], self.config.advantage_norm)
+        found = [self.step_advantages(lines) for lines in kept]
+        still = []
+        if self.min_group_size > 1:  # others have no baseline by which equal rewards would say nothing
+            by_turn = self.config.credit == "turn"
+            for lines, own in zip(kept, found, strict=True):
+                still.append(without_variance(own, [line.ends if by_turn else [len(line)] for line in lines]))
+        advantages = normalised(found, self.config.advantage_norm, still)
         for lines, of_group in zip(kept, advantages, strict=True):
             for line, of_episode in zip(lines, of_group, strict=True):
                 line.write("advantages", of_episode)

@@ -56,6 +56,10 @@ def test_the_mean_of_equal_rewards_is_theirs():
     assert mean_of([0.1] * 10) == 0.1
 
 
+def test_a_mean_is_not_lost_with_the_sum():
+    assert mean_of([1.5e308, 1.0e308, 0.5e308]) == pytest.approx(1e308)
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_groups_need_two_members(name):
     assert load_component("learner", name).min_group_size == 2

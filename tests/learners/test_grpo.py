@@ -78,6 +78,18 @@ def test_rewards_of_any_finite_size(scale):
     assert standardised([scale, 2 * scale, 3 * scale], 0.0) == pytest.approx([-1, 0, 1])
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1e308, -1e308], [2**-0.5, -(2**-0.5)]),
+        ([1.7e308, -1.7e308, -1.7e308], [2 / 3**0.5, -(3**-0.5), -(3**-0.5)]),  # mean -m/3, deviation m (4/3)^(1/2)
+        ([1e308, 1e308, 1e308, 0.0], [0.5, 0.5, 0.5, -1.5]),
+    ],
+)
+def test_rewards_next_to_the_largest_number_do_not_overflow(rewards, expected):
+    assert standardised(rewards, 1e-6) == pytest.approx(expected, rel=1e-12)
+
+
 def test_ragged_groups_are_standardised_each_by_itself():
     """Failed members have left; the others are compared with each other only."""
     rows = GRPO(GRPOConfig(name="grpo")).prepare([group(1, 0, 0, 0), group(10, 20, 30), group(5, 5)])

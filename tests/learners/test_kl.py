@@ -60,6 +60,14 @@ def test_k3_is_bounded_at_a_log_ratio_of_20():
     assert estimate(-25.0, 0.0, "k3") == pytest.approx(math.exp(20) - 1 - 25)
 
 
+@pytest.mark.parametrize("log_ratio", [-1e4, -25.0, -20.5, -20.0, -19.0, -1.0, 0.0, 1.0, 25.0])
+def test_the_gradient_of_k3_leads_to_the_reference_also_beyond_its_bound(log_ratio):
+    """1 - exp(-l), with -l at most 20: below the reference it raises log pi, however far below."""
+    logprobs = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    kl_estimate(logprobs, torch.zeros(1, dtype=torch.float64), "k3").sum().backward()
+    assert logprobs.grad.item() == pytest.approx(1 - math.exp(min(-log_ratio, 20.0)), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("kl", "coefficient"),
     [

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learners.normalisation import normalised
+from envgym.registry import load_component
+from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
 GROUPS = [[np.array([1.0, 1.0]), np.array([3.0])], [np.array([5.0, 5.0, 5.0])]]
 
@@ -47,6 +49,50 @@ def test_is_the_formula(papers, episodes):
 def test_equal_advantages_become_exactly_0(scope, n):
     """0.1, whose mean over three tokens is not 0.1 in floating point."""
     assert flat(normalised([[np.full(n, 0.1), np.full(3, 0.1)]], scope)) == [[0.0] * n, [0.0] * 3]
+
+
+def episode(turns, segments):
+    """An episode that is paid `turns`, each for as many tokens as `segments` says."""
+    row = Row([Segment("prompt", [1])], turns=[Turn(paid, StopReason.STOP) for paid in turns])
+    for length in segments:
+        row.segments += [Segment("action", [2] * length, logprobs=[-0.1] * length), Segment("feedback", [3])]
+    return Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=float(sum(turns)))
+
+
+def prepared(name, *groups, **settings):
+    """For each episode of each group its tokens' advantages."""
+    kind = load_component("learner", name)
+    learner = kind(kind.Config(name=name, **settings))
+    rows = iter(learner.prepare([Group(str(n), Task("t"), episodes) for n, episodes in enumerate(groups)]))
+    return [[own.arrays["advantages"][own.weights > 0].tolist() for own in [next(rows) for _ in of]] for of in groups]
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+@pytest.mark.parametrize("name", ["reinforce++_baseline", "grpo", "rloo", "dr_grpo"])
+def test_a_group_without_variance_is_moved_by_nothing(name, scope):
+    """The long wrong answer pulls the tokens' mean below 0: without more, every group that says nothing is praised."""
+    mixed = [episode([1.0], [2]), episode([0.0], [20])]
+    for reward in (0.0, 1.0):
+        same = [episode([reward], [3]), episode([reward], [5])]
+        right, settled = prepared(name, mixed, same, advantage_norm=scope)
+        assert settled == [[0.0] * 3, [0.0] * 5]
+        assert right[0][0] > 0 > right[1][0]
+
+
+def test_so_is_a_turn_without_variance():
+    """Both were paid 1 for their second turn; from the first turn on they earned 1 and 3."""
+    [[one, other]] = prepared(
+        "reinforce++_baseline", [episode([0.0, 1.0], [2, 3]), episode([2.0, 1.0], [9, 4])], credit="turn"
+    )
+    assert one[2:] + other[9:] == [0.0] * 7
+    assert one[0] < 0 < other[0]
+
+
+def test_without_a_baseline_from_the_group_equal_rewards_say_something():
+    """All of one group are wrong, all of the other right: that is what REINFORCE++ goes by."""
+    wrong, right = prepared("reinforce++", [episode([0.0], [3])] * 2, [episode([1.0], [3])] * 2, kl={"coef": 0.0})
+    assert wrong[0][0] == pytest.approx(-1, rel=1e-6)
+    assert right[0][0] == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("scope", ["batch", "group", "none"])
