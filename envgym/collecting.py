@@ -6,13 +6,13 @@ file itself appears when all have.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import event_loop
 from .config import Component, RunConfig, StageConfig
 from .env import EnvSpec
 from .errors import ConfigError, DataError
@@ -67,7 +67,7 @@ def collect(
     with work.held():
         work.begin(_settings(config.stages[-1], config, selection))
         with work.playing():
-            groups, seconds = asyncio.run(_play(config, selection, work, display))
+            groups, seconds = event_loop.run(_play(config, selection, work, display))
             written = [best for group in groups if (best := best_of(group.episodes))] if selection.best else []
             if not selection.best:
                 written = [episode for group in groups for episode in group.episodes]

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from . import heeding
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,7 @@ class Deadline:
         self._left = seconds
         self._waits = 0
         self._is_open = False
+        self._has_rung = False
 
     async def __aenter__(self) -> Deadline:
         await self._start()
@@ -60,16 +63,17 @@ class Deadline:
     async def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._alarm = _alarm(self._loop)
+        self._ignored = heeding.ignored()
         await self._timeout.__aenter__()
         self._is_open = True
         if not self._waits:
-            self._alarm.set(self._timeout, self._loop.time() + self._left)
+            self._alarm.set(self, self._loop.time() + self._left)
 
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_open = False
-        self._alarm.unset(self._timeout, 0.0)
+        self._alarm.unset(self, 0.0)
         await self._timeout.__aexit__(kind, error, traceback)
 
     def expired(self) -> bool:
@@ -78,24 +82,33 @@ class Deadline:
     def expire(self) -> None:
         """Be over now."""
         if self._counts():
-            self._alarm.set(self._timeout, self._loop.time())
+            self._alarm.set(self, self._loop.time())
+
+    def _ring(self, now: float) -> None:
+        """The time is over; or, the second time, it was over a while ago and what runs here goes on."""
+        if not self._has_rung:
+            self._has_rung = True
+            self._timeout.reschedule(now)
+            self._alarm.set(self, now + heeding.GRACE_SECONDS)
+        elif self._ignored is not None and not self._ignored.done():
+            self._ignored.set_result(True)
 
     @contextlib.contextmanager
     def _stopped(self) -> Iterator[None]:
         self._waits += 1
         if self._waits == 1 and self._counts():
             now = self._loop.time()
-            self._left = self._alarm.unset(self._timeout, now) - now
+            self._left = self._alarm.unset(self, now) - now
         try:
             yield
         finally:
             self._waits -= 1
             if self._waits == 0 and self._counts():
-                self._alarm.set(self._timeout, self._loop.time() + self._left)
+                self._alarm.set(self, self._loop.time() + self._left)
 
     def _counts(self) -> bool:
         """Whether it can still expire: a request that several wait for may outlive the episode that made it."""
-        return self._is_open and not self.expired() and asyncio.get_running_loop() is self._loop
+        return self._is_open and not self._has_rung and asyncio.get_running_loop() is self._loop
 
 
 class _Begun(Generic[T]):
@@ -127,17 +140,17 @@ class _Alarm:
     that is under one. It refers to no loop but by deadlines that run, so that a loop can be forgotten."""
 
     def __init__(self) -> None:
-        self._due: dict[asyncio.Timeout, float] = {}
+        self._due: dict[Deadline, float] = {}
         self._rings_at: float | None = None
 
-    def set(self, timeout: asyncio.Timeout, when: float) -> None:
-        self._due[timeout] = when
+    def set(self, deadline: Deadline, when: float) -> None:
+        self._due[deadline] = when
         if self._rings_at is None or when < self._rings_at:
             self._ring_at(when)
 
-    def unset(self, timeout: asyncio.Timeout, now: float) -> float:
+    def unset(self, deadline: Deadline, now: float) -> float:
         """When it would have been due; now, where it was."""
-        return self._due.pop(timeout, now)
+        return self._due.pop(deadline, now)
 
     def _ring_at(self, when: float) -> None:
         self._rings_at = when
@@ -148,10 +161,9 @@ class _Alarm:
             return  # it was set for an earlier time since
         self._rings_at = None
         now = max(when, asyncio.get_running_loop().time())
-        for timeout in [timeout for timeout, due in self._due.items() if due <= now]:
-            del self._due[timeout]
-            if not timeout.expired():  # it may have been set again between ringing and taking effect
-                timeout.reschedule(now)
+        for deadline in [deadline for deadline, due in self._due.items() if due <= now]:
+            del self._due[deadline]
+            deadline._ring(now)
         if self._due:
             self._ring_at(min(self._due.values()))
 
@@ -166,13 +178,6 @@ def _alarm(loop: asyncio.AbstractEventLoop) -> _Alarm:
     if found is None:
         found = _ALARMS[loop] = _Alarm()
     return found
-
-
-def is_being_cancelled() -> bool:
-    """Whether somebody cancels the current task, or its time is over. Without that, a `CancelledError` is of another
-    task that was waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 @contextlib.contextmanager

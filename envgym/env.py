@@ -353,9 +353,20 @@ class CheckedEnv(Env):
         finally:
             if self._thread is not None:
                 self._thread.end()
-            if self._has_slot and self.spec._slots is not None:
-                self._has_slot = False
-                self.spec._slots.release()
+            self.leave()
+
+    @property
+    def has_close(self) -> bool:
+        """Whether there is anything to do at its end but to give the place back."""
+        is_plain = type(self) is CheckedEnv and type(self.env).close is Env.close
+        return not is_plain or self._thread is not None or self.owns_spec
+
+    def leave(self) -> None:
+        """Give the place back, whatever the instance still does."""
+        self._playing = False
+        if self._has_slot and self.spec._slots is not None:
+            self._has_slot = False
+            self.spec._slots.release()
 
     async def acquire(self) -> None:
         """Wait until the environment's concurrency limit lets this instance play. `close` gives the place back."""
@@ -371,14 +382,15 @@ class CheckedEnv(Env):
         deadline = Deadline(self.spec.config.call_timeout)
         try:
             if self._thread is not None and method.__name__ in self._blocking:
-                return await deadline.over(self._thread.call(method, *args, **kwargs))
-            return await deadline.over(method(*args, **kwargs))
+                result = await deadline.over(self._thread.call(method, *args, **kwargs))
+            else:
+                result = await deadline.over(method(*args, **kwargs))
+            if not deadline.expired():
+                return result
         except TimeoutError:
             if not deadline.expired():
                 raise  # the environment's own
-            raise CallTimeout(
-                f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s"
-            ) from None
+        raise CallTimeout(f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s")
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")

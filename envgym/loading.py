@@ -122,9 +122,9 @@ def _import_module(name: str) -> ModuleType:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise NameNotFound(f"there is no Python module {error.name!r}") from None
         raise _one_line(name, None, error) from error
-    except EnvgymError:
+    except (EnvgymError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, or what a test framework skips with
         raise _one_line(name, None, error) from error
 
 
@@ -145,7 +145,7 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, EnvgymError) or not isinstance(error, Exception | SystemExit):
+        if isinstance(error, EnvgymError | KeyboardInterrupt):
             raise
         raise _one_line(str(path), path, error) from error
     return module

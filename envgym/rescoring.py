@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import event_loop
 from .agent import Agent, Sampler
 from .config import RunConfig, StageConfig
 from .env import CheckedEnv, EnvSpec, ListTasks
@@ -64,7 +65,7 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     with work.held():
         work.begin(_settings(config, content_hash(source)))
         with work.playing():
-            episodes = asyncio.run(_score(config, saved, work, display))
+            episodes = event_loop.run(_score(config, saved, work, display))
             work.finish(episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
 

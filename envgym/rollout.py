@@ -12,9 +12,11 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from . import heeding
 from .agent import Agent
 from .config import RolloutConfig
 from .deadline import Deadline
@@ -22,6 +24,7 @@ from .engines.base import ChatEngine, Engine, SamplingParams
 from .env import CheckedEnv, EnvSpec
 from .errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from .fingerprint import task_hash
+from .heeding import Unheeded, ends_us, heeded
 from .sampler import EpisodeSampler, Waves, derived_seed
 from .scores import reward_as_score, withdraw
 from .services.policy import WAVES
@@ -176,34 +179,52 @@ class Runner:
         WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
         start = time.monotonic()
         env: CheckedEnv | None = None
-        deadline = Deadline(self.config.episode_timeout)
+        is_left = False
         try:
             env = spec.make()
             await env.acquire()  # waiting for a place is not the episode's own time
             start = time.monotonic()
-            async with deadline:
-                # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
-                seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
-                episode = await self.agent.run(env, task, sampler, seed=seed)
-        except (WorkerDied, asyncio.CancelledError):
-            raise  # the engine is gone, or the run is ending: no episode can go on
-        except Exception as error:  # an environment may raise anything at all
-            episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
+            # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
+            seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
+            episode = await heeded(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
+        except Unheeded:
+            is_left = True
+            episode = Episode(id="", task=task, outcome=_left_to_itself(spec))
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or ends_us(error):
+                raise  # the engine is gone, or the run is ending: no episode can go on
+            episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=False))
         finally:
+            if is_left and sampler is not None:
+                sampler.end()
             if env is not None:
-                await self._close(env)
+                await self._close(env, is_left)
         episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt = member, attempt
         episode.seed, episode.seconds = env_seed, time.monotonic() - start
         episode.fingerprints = {**self._fingerprint(spec), "task": task_hash(task)}
         return episode
 
+    async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
+        """What `playing` comes to under the episode's deadline: an environment may raise anything at all."""
+        deadline = Deadline(self.config.episode_timeout)
+        try:
+            async with deadline:
+                episode = await playing
+            if deadline.expired():  # it was cancelled, and made an answer of that
+                raise TimeoutError
+            return episode
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or ends_us(error):
+                raise
+            return Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
+
     def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
         if id(spec) not in self._fingerprints:
             self._fingerprints[id(spec)] = spec.fingerprint()
         return self._fingerprints[id(spec)]
 
-    def _failure(self, error: Exception, *, timed_out: bool) -> Outcome:
+    def _failure(self, error: BaseException, *, timed_out: bool) -> Outcome:
         message = str(error) or type(error).__name__
         if timed_out:
             limit = self.config.episode_timeout
@@ -222,9 +243,22 @@ class Runner:
             "environment", f"{type(error).__name__}: {message}", retryable=bool(getattr(error, "retryable", False))
         )
 
-    async def _close(self, env: CheckedEnv) -> None:
-        with contextlib.suppress(Exception):  # the episode is over and its outcome known: this changes nothing
-            await env.close()
+    async def _close(self, env: CheckedEnv, is_left: bool) -> None:
+        """Close it, whatever that raises: the episode is over and its outcome known."""
+
+        async def close() -> None:
+            # One that is still at work may well not close either.
+            async with Deadline(heeding.GRACE_SECONDS) if is_left else contextlib.nullcontext():
+                await env.close()
+
+        try:
+            if env.has_close:
+                await heeded(close())
+        except BaseException as error:
+            if ends_us(error):
+                raise
+        finally:
+            env.leave()
 
     async def compare(self, group: Group) -> list[Episode]:
         """Let the environment score the finished members of a group against each other, where it does. Returns those
@@ -234,17 +268,27 @@ class Runner:
             return []
         spec = self.spec.of(group.task)
         deadline = Deadline(self.config.episode_timeout)
+
+        async def judge() -> list[Judgement | Exception] | Outcome | None:
+            try:
+                async with deadline:
+                    judged = await spec.score_group(group.task, finished)
+                verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
+                if verdicts is not None and len(verdicts) != len(finished):
+                    raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
+                return verdicts
+            except BaseException as error:
+                if isinstance(error, WorkerDied) or ends_us(error):
+                    raise  # a model that judges is gone
+                return self._failure(error, timed_out=deadline.expired())
+
         try:
-            async with deadline:
-                judged = await spec.score_group(group.task, finished)
-            verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
-            if verdicts is not None and len(verdicts) != len(finished):
-                raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
-        except WorkerDied:
-            raise  # a model that judges is gone
-        except Exception as error:
+            verdicts = await heeded(judge())
+        except Unheeded:
+            verdicts = _left_to_itself(spec)
+        if isinstance(verdicts, Outcome):
             for episode in finished:
-                _fail(episode, self._failure(error, timed_out=deadline.expired()))
+                _fail(episode, verdicts)
             return finished
         for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
             if isinstance(verdict, Judgement):
@@ -256,6 +300,12 @@ class Runner:
 
 def _fail(episode: Episode, outcome: Outcome) -> None:
     episode.outcome, episode.reward, episode.score, episode.score_is_reward = outcome, None, None, False
+
+
+def _left_to_itself(spec: EnvSpec) -> Outcome:
+    """That of an episode whose environment cannot be stopped. Not tried again: the next would stay as well."""
+    message = f"{spec.id} goes on {heeding.GRACE_SECONDS:g} s after it was cancelled, and is left to itself"
+    return Outcome.failed("does_not_end", message)
 
 
 def as_judgement(verdict: object) -> Judgement | Exception:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from . import event_loop
 from .config import RunConfig, StageConfig, resolve
 from .errors import ConfigError, RolloutFailed, RunError
 from .models import fetch_model
@@ -46,7 +48,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
         summary = stage_folder.read_summary() or {}
         if summary.get("status") != "completed" or summary["steps"] < stage.steps:
             try:
-                summary = asyncio.run(_run_stage(config, stage, stage_folder, model, display))
+                summary = event_loop.run(_run_stage(config, stage, stage_folder, model, display))
             except asyncio.CancelledError:
                 raise KeyboardInterrupt(_stopped_early(config.name or "", stage_folder)) from None
         model = str(stage_folder.model)
@@ -239,6 +241,7 @@ class _Interrupts:
     def __init__(self, display: Display) -> None:
         self._display = display
         self._ask: Callable[[], None] | None = None
+        self._is_heard = True
 
     def listen(self, ask: Callable[[], None]) -> None:
         """From now on the first signal calls `ask`."""
@@ -249,6 +252,7 @@ class _Interrupts:
         assert task is not None
 
         def interrupted() -> None:
+            self._is_heard = True
             ask, self._ask = self._ask, None
             if ask is None:
                 task.cancel()
@@ -256,9 +260,15 @@ class _Interrupts:
                 self._display.note("stopping after this step's work; once more to stop at once")
                 ask()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, interrupted)
+        def signalled(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(interrupted)
+            if not self._is_heard:
+                raise KeyboardInterrupt  # the first was not heard: something holds the loop
+            self._is_heard = False
+
+        loop = asyncio.get_running_loop()
+        self._before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __exit__(self, *exc: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

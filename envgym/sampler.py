@@ -78,6 +78,11 @@ class EpisodeSampler:
     max_model_len: int
     seed: int | None = None
     turn: int = field(default=0, init=False)
+    has_ended: bool = field(default=False, init=False)
+
+    def end(self) -> None:
+        """Answer no more: the episode is over, though something may not know it."""
+        self.has_ended = True
 
     async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
         assert not isinstance(self.engine, ChatEngine), "an agent that speaks tokens is given an engine that does"
@@ -103,6 +108,8 @@ class EpisodeSampler:
 
     def _of_this_turn(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
         """The sampling parameters of the next turn."""
+        if self.has_ended:
+            raise asyncio.CancelledError("the episode is over")
         sampling = self.sampling
         if overrides:
             try:

@@ -334,6 +334,57 @@ def test_ctrl_c_is_one_line_and_exit_130(tmp_path):
     assert (program.returncode, stderr) == (130, "envgym: interrupted\n")
 
 
+LEAVES = """
+import asyncio, multiprocessing, os, subprocess, threading, time
+import envgym, envgym.cli.leaving, envgym.heeding
+
+envgym.heeding.GRACE_SECONDS = envgym.cli.leaving.PATIENCE_SECONDS = 0.1
+
+async def deaf():
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except BaseException:
+            pass
+
+class Leaves(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        match os.environ["LEAVES"]:
+            case "processes":
+                subprocess.Popen(["sleep", "1000"])
+                subprocess.Popen("setsid sleep 1000 &", shell=True)
+                multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+            case "thread":
+                threading.Thread(target=time.sleep, args=(1000,), name="pump").start()
+            case "task":
+                self.task = asyncio.create_task(deaf())
+            case "exit":
+                raise SystemExit(0)
+        return "Well?", {}
+
+    async def step(self, action):
+        return "", 0.0, True, False, {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("processes", 0, ""),
+        ("thread", 0, "envgym: threads that do not end are left behind: pump\n"),
+        ("task", 0, ""),
+        ("exit", 2, "envgym: error: something that was called ended the program: SystemExit: 0 (LEAVES, line 26)\n"),
+    ],
+)
+def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(run, tmp_path, what, status, said):
+    file = tmp_path / "leaves.py"
+    file.write_text(LEAVES)
+    result = run("envs", "show", file, LEAVES=what, ENVGYM_TEST_MARK=str(tmp_path))
+    assert (result.returncode, result.stderr) == (status, said.replace("LEAVES", str(file)))
+    assert ("Well?" in result.stdout) == (status == 0)
+    assert family(f"ENVGYM_TEST_MARK={tmp_path}") == []
+
+
 # -- a run that is stopped --------------------------------------------------------------------------------
 
 

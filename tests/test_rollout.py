@@ -1,11 +1,13 @@
 """Rolling out: what goes wrong in an episode is a failure of a named kind, and nothing else."""
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import dataclass, field
 
 import pytest
 
+from envgym import event_loop, heeding
 from envgym.agent import Agent, AgentConfig
 from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
@@ -107,7 +109,7 @@ def play(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
     playing = runner.play(tasks, Play(purpose, SAMPLING, size), on_progress, kept=kept, on_episode=on_episode)
-    return asyncio.run(asyncio.wait_for(playing, 30))
+    return event_loop.run(asyncio.wait_for(playing, 30))
 
 
 def outcomes(groups):
@@ -195,12 +197,20 @@ class Flaky(Exception):
     retryable = True
 
 
+class Outside(BaseException):
+    pass
+
+
 @pytest.mark.parametrize(
     ("step", "kind", "says"),
     [
         (raising(KeyError("board")), "environment", "KeyError: 'board'"),
         (raising(AssertionError()), "environment", "AssertionError"),
         (raising(TimeoutError("the sandbox")), "environment", "TimeoutError: the sandbox"),
+        (raising(SystemExit(0)), "environment", "SystemExit: 0"),
+        (raising(KeyboardInterrupt()), "environment", "KeyboardInterrupt"),
+        (raising(asyncio.CancelledError()), "environment", "CancelledError"),
+        (raising(Outside("of Exception")), "environment", "Outside: of Exception"),
         (lambda: ("", float("nan"), True, False, {}), "invalid_environment", "finite"),
         (lambda: ("", "one", True, False, {}), "invalid_environment", "a reward is a number"),
         (lambda: ("", 1.0, True), "invalid_environment", "step must return"),
@@ -227,6 +237,45 @@ def test_an_environment_that_cannot_be_made_is_a_failure(world):
 
     [outcome] = outcomes(play(EnvSpec("Unmakable-v0", Unmakable), size=1, tasks=TASKS[:1]))
     assert (outcome.reason, outcome.message) == ("environment", "FileNotFoundError: no board")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Outside()])
+def test_what_is_no_exception_fails_an_episode_wherever_it_is_raised(world, error):
+    """In the constructor, the agent, a close, a judgement of groups, and a task that the environment has made."""
+
+    async def closing():
+        raise error
+
+    class Unmakable(Env):
+        def __init__(self):
+            raise error
+
+        async def reset(self, *, seed=None, options=None): ...
+
+        async def step(self, action): ...
+
+    class Quitter(OneAnswer):
+        async def run(self, *args, **kwargs):
+            raise error
+
+    async def judged(self, task, episodes):
+        raise error
+
+    async def in_a_task(*args):
+        async def work():
+            raise error
+
+        return await asyncio.create_task(work())
+
+    name = type(error).__name__
+    assert name in outcomes(play(EnvSpec("Unmakable-v0", Unmakable), size=1, tasks=TASKS[:1]))[0].message
+    assert name in outcomes(play(make_spec(world), agent=Quitter, size=1, tasks=TASKS[:1]))[0].message
+    assert name in outcomes(play(make_spec(world, score_group=judged), size=1, tasks=TASKS[:1]))[0].message
+    spec = make_spec(world)
+    spec.env_class.step = in_a_task
+    assert {name in outcome.message for outcome in outcomes(play(spec, size=2))} == {True}
+    world.on_close = closing
+    assert not outcomes(play(make_spec(world), size=1, tasks=TASKS[:1]))[0].reason
 
 
 def test_one_failure_leaves_the_others_alone(world):
@@ -377,6 +426,114 @@ def test_a_close_that_fails_or_hangs_changes_nothing(world):
     spec.config.call_timeout = 0.05
     groups = play(spec, size=2, tasks=TASKS[:1])
     assert [episode.reward for episode in groups[0].episodes] == [1.0, 1.0]
+
+
+class Deaf:
+    """What goes on whatever it is told, until the test lets go of it."""
+
+    def __init__(self):
+        self.heard = 0
+        self.free = asyncio.Event()
+
+    async def __call__(self, *args):
+        while not self.free.is_set():
+            try:
+                await self.free.wait()
+            except asyncio.CancelledError:
+                self.heard += 1
+
+
+@pytest.fixture
+def deaf(monkeypatch):
+    monkeypatch.setattr(heeding, "GRACE_SECONDS", 0.05)
+    return Deaf()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_environment_that_goes_on_when_cancelled_is_left_to_itself(world, deaf, deterministic):
+    """The next takes its place, also where only one may be in play and where it does not close either."""
+
+    async def step(*args):
+        if len(world.seeds) == 1:
+            await deaf()
+        return "", 1.0, True, False, {}
+
+    world.on_close = deaf
+    spec = make_spec(world)
+    spec.env_class.step = step
+    spec.config.concurrency, spec.config.call_timeout = 1, 0.05
+    left, other = outcomes(play(spec, tasks=TASKS[:2], size=1, deterministic=deterministic))
+    assert (left.reason, other.reason) == ("does_not_end", "")
+    assert left.message.startswith("Scripted-v0 goes on ")
+    assert world.closed == world.made == 2
+
+
+def test_an_answer_that_comes_of_a_cancellation_is_a_timeout(world):
+    async def step(*args):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "", 1.0, True, False, {}
+
+    spec = make_spec(world)
+    spec.env_class.step = step
+    for limits in ({"call": 0.05, "episode": 60}, {"call": 60, "episode": 0.05}):
+        spec.config.call_timeout = limits["call"]
+        [outcome] = outcomes(play(spec, size=1, tasks=TASKS[:1], retries=0, episode_timeout=limits["episode"]))
+        assert (outcome.reason, outcome.message.endswith("took longer than 0.05 s")) == ("timeout", True)
+
+
+def test_a_judge_of_groups_that_goes_on_when_cancelled_fails_its_group(world, deaf):
+    spec = make_spec(world, score_group=lambda self, task, episodes: deaf())
+    assert {o.reason for o in outcomes(play(spec, tasks=TASKS[:1], episode_timeout=0.05))} == {"does_not_end"}
+
+
+def test_what_was_left_to_itself_samples_no_more(world, deaf):
+    class Deafened(OneAnswer):
+        async def run(self, env, task, engine, *, seed):
+            await deaf()
+            await engine.generate([1, 2])
+
+    before = heeding.left()
+
+    async def main():
+        engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
+        agent = Deafened(None, AgentConfig())
+        runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
+        [group] = await runner.play(TASKS[:1], Play("p", SAMPLING, 1))
+        assert outcomes([group])[0].reason == "does_not_end"
+        left = heeding.left() - before
+        deaf.free.set()
+        await asyncio.wait(left)
+        assert engine.requests == []
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_stop_leaves_behind_what_goes_on(world, deaf):
+    """Episodes and what they have started, and also where a loop ends with them in it."""
+
+    async def step(*args):
+        started.append(asyncio.create_task(deaf()))
+        if len(started) == 3:
+            all_started.set()
+        await deaf()
+
+    async def main():
+        agent = OneAnswer(None, AgentConfig())
+        runner = Runner(spec, agent, OneToken(), RolloutConfig(), max_model_len=64, seed=0, deterministic=False)
+        playing = asyncio.ensure_future(runner.play(TASKS, Play("p", SAMPLING, 1)))
+        await all_started.wait()
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert len(heeding.left() - before) == 3 == world.closed
+
+    started, all_started, spec = [], asyncio.Event(), make_spec(world)
+    spec.env_class.step = step
+    before = heeding.left()
+    event_loop.run(main())
+    assert len(heeding.left() - before) == 6
+    assert deaf.heard >= 6
 
 
 class Stuck(OneToken):

@@ -48,8 +48,18 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Whatever goes wrong is one line on standard error."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    """Run one command and return its exit status. Whatever goes wrong is one line on standard error.
+
+    Without `argv` the process is the command's own, and ends with all that environments have left in it."""
+    if argv is None:
+        from .leaving import Leaving
+
+        leaving = Leaving()
+        return leaving.leave(_run(sys.argv[1:]))
+    return _run(list(argv))
+
+
+def _run(arguments: list[str]) -> int:
     invocation = Invocation(debug="debug=true" in arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from argparse import Namespace
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from envgym import event_loop
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         for name, spec in specs.items():
             print(f"serving {spec.id} at {url}/{name} (Ctrl-C ends it)", flush=True)
 
-    asyncio.run(
+    event_loop.run(
         serve(
             specs,
             options.host,
@@ -115,7 +115,7 @@ def join(specs: dict[str, EnvSpec], options: Namespace, limits: Limits) -> int:
         for name, spec in specs.items():
             print(f"serving {spec.id} as {name} to {options.join} (Ctrl-C ends it)", flush=True)
 
-    asyncio.run(
+    event_loop.run(
         serve_joined(
             specs,
             options.join,
@@ -140,7 +140,7 @@ def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
     def on_ready(name: str, url: str) -> None:
         print(f"serving {specs[name].id} as {name} and {name}_agent at {url} (Ctrl-C ends it)", flush=True)
 
-    asyncio.run(
+    event_loop.run(
         serve(
             specs,
             options.host,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envgym import event_loop
 from envgym.config import Component, RunConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
@@ -104,7 +104,7 @@ def run_evaluation(evaluation: Evaluation, display: Display) -> dict[str, Any]:
         if done is not None and done["status"] == "completed" and not evaluation.retry_failed:
             return done
         try:
-            return asyncio.run(_run(evaluation, display))
+            return event_loop.run(_run(evaluation, display))
         except KeyboardInterrupt:
             if evaluation.fresh and folder.remove_stillborn():
                 raise KeyboardInterrupt("no episode had ended") from None

@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from envgym.deadline import is_being_cancelled
 from envgym.env import EnvSpec
 from envgym.episode_record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
+from envgym.heeding import ends_us
 from envgym.loading import names_file
 from envgym.rollout import as_judgement
 from envgym.types import Episode
@@ -57,7 +57,9 @@ class Hosted:
     def _split(self, name: str) -> Split:
         try:
             return Split(size=self.spec.tasks(name).size)
-        except (Exception, SystemExit) as error:  # no held-out file, say: the other split is still of use
+        except BaseException as error:  # no held-out file, say: the other split is still of use
+            if ends_us(error):
+                raise
             ours = isinstance(error, EnvgymError)
             return Split(error=_said(error) if ours else f"{type(error).__name__}: {_said(error)}")
 
@@ -123,7 +125,8 @@ class Hosted:
         except Problem:
             raise
         except BaseException as error:
-            raise_what_stops_us(error)
+            if ends_us(error):
+                raise
             if deadline.expired():
                 self._metrics.failures.add(self.name, "environment-timeout")
                 detail = f"{what}: no answer within {self._limits.call_seconds:g} s"
@@ -147,15 +150,6 @@ class Hosted:
         if isinstance(error, InvalidOutcome):
             more = {"failure": error.kind, "retryable": error.retryable}
         return Problem(422, "environment-error", said, error=kind, **more)
-
-
-def raise_what_stops_us(error: BaseException) -> None:
-    """Raise `error` where it ends the work of this server, and is not something an environment raised: that may be a
-    `CancelledError` of a task of its own, or `SystemExit`."""
-    if isinstance(error, Exception | SystemExit):
-        return
-    if not isinstance(error, asyncio.CancelledError) or is_being_cancelled():
-        raise error
 
 
 def _episode(number: int, record: dict[str, Any]) -> Episode:

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
+from envgym.heeding import ends_us
 from envgym.types import Action
 
 from .encoding import encodable_info, encode
-from .hosted import Hosted, raise_what_stops_us
+from .hosted import Hosted
 from .limits import Limits
 from .prometheus import ServerMetrics
 from .tokens import Client
@@ -137,7 +138,9 @@ class Session:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._env.close()
             # The session is over either way, its client has nobody to tell, and nobody else cancels this task.
-            except (Exception, asyncio.CancelledError, SystemExit):
+            except BaseException as error:
+                if not isinstance(error, asyncio.CancelledError) and ends_us(error):
+                    raise
                 logger.exception("session %s: the environment did not close", self.id)
 
     async def _open(self, opening: Opening) -> bytes:
@@ -175,7 +178,8 @@ class Session:
                 )
             )
         except BaseException as error:
-            raise_what_stops_us(error)
+            if ends_us(error):
+                raise
             raise self.hosted.raised(error, f"step {self._step_id}") from None
         finally:
             self._metrics.steps.add(self.hosted.name)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from envgym.deadline import Deadline, is_being_cancelled
+from envgym.deadline import Deadline
 from envgym.errors import (
     CallTimeout,
     ConfigError,
@@ -23,6 +23,7 @@ from envgym.errors import (
     InvalidStep,
     ResetNeeded,
 )
+from envgym.heeding import is_being_cancelled
 
 from .access import DIAL_SECONDS, Access, unreachable
 from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method

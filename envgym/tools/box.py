@@ -9,6 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
+from envgym.heeding import ends_us, leave
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 from .schema import WrongArguments
@@ -22,8 +23,6 @@ ERROR_LENGTH = 1000
 """Characters of an error that the policy is told."""
 NAME_LENGTH = 64
 """Characters of a tool's name that a result repeats; the policy may have made it up."""
-
-_left: set[asyncio.Task[Any]] = set()  # tasks that would not end; the loop itself keeps no hold of them
 
 
 class ToolBox:
@@ -120,13 +119,13 @@ async def _run(tool: Tool, call: ToolCall) -> str:
     """The result as text. What an unwise tool raises must not end the loop (`exit()`), nor pass for our own end."""
     try:
         result = await tool.run(call.arguments)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+    except Exception:
+        raise
+    except BaseException as error:
+        if ends_us(error):
             raise
-        raise ToolFailure("the call was cancelled") from None
-    except SystemExit:
-        raise ToolFailure("SystemExit") from None
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        raise ToolFailure("the call was cancelled" if is_cancelled else type(error).__name__) from None
     return _clean(result if isinstance(result, str) else to_json(result, fallback=str).decode())
 
 
@@ -136,16 +135,9 @@ async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:
     for job in running:
         if not job.cancelling():  # a second time would interrupt one that is cleaning up
             job.cancel()
-        job.add_done_callback(_forget)
-        _left.add(job)
+        leave(job)
     if running:
         await asyncio.wait(running, timeout=GRACE)
-
-
-def _forget(job: asyncio.Task[Any]) -> None:
-    _left.discard(job)
-    if not job.cancelled():
-        job.exception()  # known; nobody waits for it
 
 
 def _clean(text: str) -> str:

@@ -26,6 +26,7 @@ UNRULY = "unruly.py:UnrulySpec"
 FAULTS = [
     ("cancel a task of its own", "CancelledError"),
     ("exit", "SystemExit"),
+    ("interrupt", "KeyboardInterrupt"),
     ("raise what has no words", "Nameless"),
 ]
 
@@ -148,7 +149,7 @@ def test_the_reaper_outlives_what_environments_raise_when_they_are_closed(unruly
             assert (await ask(url, "POST", "/v1/sessions", opening("s4")))[0] == 200
         assert len(application.sessions) == 0
 
-    for how in ("cancel a task of its own", "cancel itself", "exit", "raise what has no words"):
+    for how in ("cancel a task of its own", "cancel itself", "exit", "interrupt", "raise what has no words"):
         asyncio.run(main(how))
 
 

@@ -55,6 +55,8 @@ async def misbehave(how: str) -> None:
             await asyncio.sleep(0)
         case "exit":
             sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
         case "wait":
             await asyncio.sleep(60)
         case "raise what has no words":

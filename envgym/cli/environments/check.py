@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, env_settings, make_spec
 
@@ -31,7 +31,7 @@ def check_main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.check import check_environment
 
     print(f"{spec.id}", flush=True)
-    report = asyncio.run(check_environment(options.env, env_settings(options.env, words), _show))
+    report = event_loop.run(check_environment(options.env, env_settings(options.env, words), _show))
     print(report.summary())
     return 0 if report.passed else 1
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, make_spec
 from envgym.errors import EnvgymError, InvalidOutcome
@@ -56,7 +56,7 @@ def show_main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
     options, words = parser.parse_with_words(arguments)
-    asyncio.run(_show(make_spec(options.env, words)))
+    event_loop.run(_show(make_spec(options.env, words)))
     return 0
 
 

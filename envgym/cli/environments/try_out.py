@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import random
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, make_spec
 from envgym.errors import ConfigError
@@ -46,7 +46,7 @@ def try_main(arguments: Sequence[str], invocation: Invocation) -> int:
     options, words = parser.parse_with_words(arguments)
     spec = make_spec(options.env, words)
     seed = secrets.randbelow(10_000) if options.seed is None else options.seed
-    asyncio.run(_play(spec, seed, options.task))
+    event_loop.run(_play(spec, seed, options.task))
     return 0
 
 
