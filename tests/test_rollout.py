@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,6 +143,19 @@ def test_the_problem_stays_the_same_from_step_to_step_and_changes_with_the_runs_
         play(make_spec(world), tasks=TASKS[:1], size=1, seed=seed, purpose=purpose)
     first, again, other = (seed for _, seed in world.seeds)
     assert first == again != other
+
+
+def test_who_samples_nothing_is_given_another_seed_each_time_and_the_same_again(world):
+    """It may pick among demonstrations, and members of a group, steps and tasks should not all pick the same."""
+
+    class Replaying(OneAnswer):
+        samples = False
+
+    for purpose in ("step-1", "step-2", "step-1"):
+        play(make_spec(world), agent=Replaying, purpose=purpose)
+    first, second, again = world.seeds[:6], world.seeds[6:12], world.seeds[12:]
+    assert len({seed for _, seed in [*first, *second]}) == 12
+    assert sorted(first) == sorted(again)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -302,6 +316,14 @@ def test_errors_of_the_engine_have_kinds_of_their_own(world, error, kind):
     assert str(error) in outcomes(groups)[1].message
 
 
+def test_a_prompt_that_is_too_long_is_played_once(world):
+    """It would be too long again."""
+    engine = OneToken({":001:": PromptTooLong("a prompt of 90 tokens")})
+    [group] = play(make_spec(world), engine=engine, tasks=TASKS[:1], refills=2, retries=2)
+    assert [episode.outcome.reason for episode in group.episodes] == ["", "prompt_too_long"]
+    assert (len(engine.requests), group.refills, group.lost) == (2, 0, [])
+
+
 def test_an_episode_beyond_its_deadline_is_a_timeout_and_is_tried_again(world):
     async def for_ever(*args, **kwargs):
         await asyncio.Event().wait()
@@ -405,6 +427,23 @@ def test_an_environments_own_limit_holds_and_waiting_for_it_is_not_the_episodes_
     groups = play(spec, size=4, episode_timeout=0.2)
     assert most == 2
     assert all(outcome.status is Status.COMPLETED for outcome in outcomes(groups))
+
+
+def test_an_episodes_seconds_are_those_it_was_played(world, monkeypatch):
+    """By a clock that only steps move: each takes ten seconds, and the others wait for it."""
+    now = 0.0
+    monkeypatch.setattr("envgym.rollout.time", SimpleNamespace(monotonic=lambda: now))
+
+    def step():
+        nonlocal now
+        now += 10.0
+        return "", 1.0, True, False, {}
+
+    world.on_step = step
+    spec = make_spec(world)
+    spec.config.concurrency = 1
+    groups = play(spec)
+    assert [episode.seconds for group in groups for episode in group.episodes] == [10.0] * 6
 
 
 def test_each_episode_says_what_was_played(world):
@@ -666,6 +705,14 @@ def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):
     assert (said.reward, said.score, said.metrics) == (2.0, 0.75, {"style": 0.5})
     assert (silent.reward, silent.score, silent.failed) == (None, None, False)
     assert (broken.outcome.reason, broken.outcome.message, broken.reward) == ("judge", "unreadable", None)
+
+
+def test_the_death_of_a_model_that_judges_ends_the_rollout(world):
+    def judge(task, episodes):
+        raise WorkerDied("judge: killed")
+
+    with pytest.raises(WorkerDied, match="judge: killed"):
+        play(judged_by(world, judge))
 
 
 @pytest.mark.parametrize(
