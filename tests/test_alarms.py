@@ -97,6 +97,12 @@ def test_it_is_raised_again_only_after_it_has_ceased(name):
     assert len(heard("truncation", [0.9] * 9 + [0.1] + [0.9] * 9)[0]) == 2
 
 
+def test_a_jump_is_measured_against_the_ten_values_before_it():
+    """Their median is 2 here, and would be 3 with the jump itself in place of the first."""
+    assert heard("grad_norm", [*[1.0] * 5, *[3.0] * 5, 41.0])[0] == [10]
+    assert heard("grad_norm", [*[1.0] * 5, *[3.0] * 5, 39.0])[0] == []
+
+
 def test_the_sentence_shows_the_number():
     [text] = heard("truncation", [0.0, *[0.875] * 5])[1]
     assert text.startswith("88% of the episodes run into a limit before they are done; try a larger rollout.max_tokens")
@@ -105,8 +111,9 @@ def test_the_sentence_shows_the_number():
 def test_a_number_of_another_role_is_its_own_but_what_an_environment_calls_its_numbers_is_not_ours():
     alarms = Alarms()
     for _ in range(12):
-        assert alarms.hear({"grad_norm": 0.5, "critic/grad_norm": 0.5, "env/grad_norm": 0.5}) == []
-    [raised] = alarms.hear({"grad_norm": 0.5, "critic/grad_norm": 90.0, "env/grad_norm": 90.0})
+        record = dict.fromkeys(("grad_norm", "critic/grad_norm", "env/grad_norm", "eval/grad_norm"), 0.5)
+        assert alarms.hear(record) == []
+    [raised] = alarms.hear(record | dict.fromkeys(("critic/grad_norm", "env/grad_norm", "eval/grad_norm"), 90.0))
     assert raised.name == "critic/grad_norm"
     assert raised.text.startswith("critic: the gradient's norm jumped to 90")
     assert alarms.counts == {"critic/grad_norm": 1}

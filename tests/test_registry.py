@@ -313,3 +313,33 @@ def test_a_setting_may_be_called_id():
     assert envgym.EnvSpec("Named-v0", Named, id="two").config.id == "two"
     with pytest.raises(ConfigError, match="unknown key 'id'"):
         registry.spec("math_verify", id="x")
+
+
+def test_what_make_gives_closes_the_environment_that_was_made_for_it_alone():
+    torn_down = []
+
+    class Spec(envgym.EnvSpec):
+        env_class = One
+
+        async def teardown(self):
+            torn_down.append(self)
+
+    envgym.register("Torn-v0", Spec)
+
+    async def played(env):
+        await env.reset(seed=0)
+        await env.close()
+
+    shared = envgym.spec("Torn-v0")
+    asyncio.run(played(shared.make()))
+    assert torn_down == []
+    asyncio.run(played(envgym.make("Torn-v0")))
+    assert len(torn_down) == 1
+
+
+def test_a_packages_malformed_id_stands_in_nobodys_way(monkeypatch):
+    offered = {"not an id!": "nowhere:Nothing", "Fine-v1": f"{__name__}:One"}
+    monkeypatch.setattr(registry, "_offered", lambda group: offered if group == "envgym.envs" else {})
+    assert registry.list_ids() == ["Fine-v1"]
+    assert registry.is_installed("Fine")
+    assert registry.find("Fine").id == "Fine-v1"

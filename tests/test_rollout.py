@@ -698,6 +698,13 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
     assert [(episode.reward, episode.score) for episode in group.episodes] == [(1.0, 0.25), (0.0, 0.25)]
 
 
+def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(world):
+    world.on_step = lambda: ("", 3.0, True, False, {})
+    [group] = play(judged_by(world, lambda task, episodes: [1.0, None]), tasks=TASKS[:1])
+    paid = [[turn.reward for row in episode.rows for turn in row.turns] for episode in group.episodes]
+    assert (paid, [episode.reward for episode in group.episodes]) == ([[1.0], [None]], [1.0, None])
+
+
 def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):
     verdicts = [Judgement(2.0, score=0.75, metrics={"style": 0.5}), None, InvalidOutcome("judge", "unreadable")]
     [group] = play(judged_by(world, lambda task, episodes: verdicts), size=3, tasks=TASKS[:1])

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +92,16 @@ def test_the_newest_checkpoints_are_kept(folder):
         checkpoint(folder, step, keep=2)
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_000010", "step_000100"]
     assert folder.last_checkpoint().name == "step_000100"
+
+
+@pytest.mark.parametrize("falling", [False, True])
+def test_of_one_step_the_new_checkpoint_counts_before_the_one_it_replaces(folder, monkeypatch, falling):
+    """However the disk lists them."""
+    new = checkpoint(folder, 3)
+    shutil.copytree(new, new.with_suffix(".replaced"))
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: sorted(glob(self, pattern), reverse=falling))
+    assert folder.last_checkpoint() == new
 
 
 class Killed(BaseException):

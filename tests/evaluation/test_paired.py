@@ -134,6 +134,11 @@ def test_p_values_are_those_of_all_flips(eighths):
     assert sign_flip([value / 8 for value in eighths], 0) == pytest.approx(by_enumeration(np.array(eighths) / 8))
 
 
+def test_what_differs_by_how_it_was_rounded_is_as_far_from_0():
+    """Ten tenths are 1 or a little less, depending on how they are added up."""
+    assert sign_flip([0.1] * 10, 0) == 2 / 2**10
+
+
 def test_random_flips_agree_with_all_of_them():
     """20 differences, which are too many to be enumerated: all million ways by NumPy, against the drawn 20,000."""
     rng = random.Random(1)

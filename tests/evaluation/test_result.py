@@ -72,6 +72,11 @@ def test_a_field_of_the_tasks_says_which_belong_together():
     assert result_of(groups)["stderr"] < 0.5
 
 
+def test_tasks_without_the_field_belong_to_none_but_themselves():
+    groups = [group(f"e/{number}", float(number // 2), task=Task(f"t{number}")) for number in range(4)]
+    assert result_of(groups, cluster="text") == result_of(groups)
+
+
 def test_a_share_of_the_score_is_a_success_where_the_suite_says_so():
     groups = [group("a", 0.5, 0.25), group("b", 0.75, 1.0)]
     assert result_of(groups)["success"] == {"threshold": 1.0, "rate": 0.25, "ci95": pytest.approx([0, 1], abs=1)}
@@ -79,6 +84,11 @@ def test_a_share_of_the_score_is_a_success_where_the_suite_says_so():
     assert half["success"]["rate"] == 0.75
     assert half["pass@k"] == {"1": 0.75, "2": 1.0}
     assert half["pass^k"] == {"1": 0.75, "2": 0.5}
+
+
+def test_a_score_that_rounding_keeps_from_its_threshold_is_a_success():
+    assert result_of([group("a", sum([0.1] * 10))])["success"]["rate"] == 1.0
+    assert result_of([group("a", 0.999)])["success"]["rate"] == 0.0
 
 
 def test_no_pass_at_k_of_more_episodes_than_a_task_has_left():
@@ -110,9 +120,10 @@ def test_members_of_a_mixture_are_told_apart():
 
 
 def test_attempts_that_were_played_again_are_counted():
-    again = group("a", 1.0)
-    again.episodes[0].attempt = 2
-    assert result_of([again])["played_again"] == 2
+    """Also those of an episode that failed each time."""
+    again = group("a", 1.0, TIMEOUT)
+    again.episodes[0].attempt, again.episodes[1].attempt = 2, 3
+    assert result_of([again])["played_again"] == 5
 
 
 @pytest.mark.parametrize(("samples", "found"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
