@@ -175,7 +175,7 @@ def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _split(seconds: Mapping[str, float]) -> str:
-    """Where the time went, in shares of the whole; `other` is starting, loading and saving."""
+    """Where the time went, in shares of the whole; `other` is what lies between the phases, and ending the workers."""
     total = seconds["total"]
     if not total:
         return "none"

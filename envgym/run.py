@@ -30,6 +30,9 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from .display import Display
 
+PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint", "save")
+"""What a stage's time goes to, in `summary.json`."""
+
 
 def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[str, Any]:
     """Run all stages and return the summary of the last (the content of its `summary.json`).
@@ -155,8 +158,11 @@ async def _run_stage(
                     story = story_of(config, stage, folder, trainer.progress.step)
                     trainer.recorder.trackers = Trackers(config.report_to, story, display.note)
                 interrupts.listen(trainer.stop.set)
+                spent = trainer.progress.seconds
+                spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
                 await trainer.run()
                 display.phase("saving the policy")
+                saving = time.monotonic()
                 places = {"actor": folder.model}
                 places |= {role: folder.path / role for role, own in stage.roles.items() if own.save}
                 for role, where in places.items():
@@ -168,6 +174,7 @@ async def _run_stage(
                 if parts.learner.config.ema_decay:
                     await parts.workers["actor"].save_average(str(folder.model_ema))
                     parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model_ema)
+                spent["save"] = time.monotonic() - saving
         status = "completed"
     except Stopped:
         status = "stopped"
@@ -220,7 +227,7 @@ def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: flo
         "eval": progress.evals if progress else {},
         "seconds": {
             "total": time.monotonic() - (trainer.began if trainer else began),
-            **{phase: spent.get(phase, 0.0) for phase in ("rollout", "score", "prepare", "learn", "sync", "eval")},
+            **{phase: spent.get(phase, 0.0) for phase in PHASES},
         },
         "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},
         "mismatch": {"max_abs_logprob": progress.max_mismatch if progress else 0.0},

@@ -266,11 +266,12 @@ class Trainer:
 
     async def checkpoint(self, state: dict[str, Any]) -> Path:
         """Keep the trained roles' weights and optimizers together with `state`."""
-        written = self.folder.new_checkpoint()
-        for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
-            await self.parts.workers[role].save_state(str(written / role))
-        step = state["progress"]["step"]
-        return self.folder.keep_checkpoint(written, step, state, self.stage.checkpoint.keep)
+        with self.progress.timed("checkpoint"):
+            written = self.folder.new_checkpoint()
+            for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
+                await self.parts.workers[role].save_state(str(written / role))
+            step = state["progress"]["step"]
+            return self.folder.keep_checkpoint(written, step, state, self.stage.checkpoint.keep)
 
     async def load(self, checkpoint: Path) -> None:
         """Go back to where `checkpoint` was made."""
