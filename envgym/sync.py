@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class WeightSync:
         # As if it were an action: tokens that do not count are not scored.
         [scored] = await self.actor.forward([LearnRow.of(Row([Segment("action", token_ids)]))])
         sampled = await self.engine.score(tuple(token_ids))
-        return float(max(abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)))
+        differences = [abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)]
+        return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN
 
     def check(self, where: str, difference: float) -> None:
         """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""

@@ -6,6 +6,8 @@ import resource
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from envgym.learner import Metrics
 
 if TYPE_CHECKING:
@@ -19,9 +21,9 @@ def add(total: Metrics, more: Metrics) -> None:
         if name not in total:
             total[name] = (numerator, denominator)
         elif name.endswith("/max"):
-            total[name] = (max(total[name][0], numerator), 1.0)
+            total[name] = (float(np.maximum(total[name][0], numerator)), 1.0)  # keeps a NaN
         elif name.endswith("/min"):
-            total[name] = (min(total[name][0], numerator), 1.0)
+            total[name] = (float(np.minimum(total[name][0], numerator)), 1.0)
         else:
             total[name] = (total[name][0] + numerator, total[name][1] + denominator)
 

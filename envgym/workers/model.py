@@ -120,7 +120,8 @@ class ModelWorker:
         dtype = _dtype(self.settings.dtype, self.device)
         config = zero.config(self.settings, learner_config, dtype, self.device)
         tensor_parallel_size, shared = self.settings.tensor_parallel, self.settings.ranks_per_row > 1
-        if self.trained or partitioned or shared:
+        joined = self.trained or partitioned or shared
+        if joined:
             zero.join(address, self.rank, self.world_size, self.device)
             zero.check(self.settings, dtype, self.device)
         # Partitioned parameters come from rank 0, which alone has to hold all of them for a while. (Not with AutoTP: it
@@ -130,6 +131,8 @@ class ModelWorker:
         model = load_model(
             self.model_name, self.head, dtype, attention=attention, empty=empty, quantize=self.lora.quantize
         )
+        if joined:
+            zero.wait(self.device)
         if tensor_parallel_size > 1:
             tensor_parallel.check(model, tensor_parallel_size)
         slices = Slices.of(self.settings.sequence_parallel, stride=tensor_parallel_size)

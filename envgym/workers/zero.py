@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 MEETING_SECONDS = 300
 """How long ranks wait for each other at the start."""
+COLLECTIVE_SECONDS = 3600
+"""How long they wait for each other from then on: rank 0 may read a large checkpoint from slow storage meanwhile. Who
+waits for a rank that is gone is ended by the controller, at once."""
 
 
 def config(
@@ -97,14 +100,23 @@ def join(address: str | None, rank: int, world_size: int, device: torch.device) 
                 raise ValueError(f"{world_size} ranks need the address of rank 0")
             host, _, port = address.rpartition(":")
             os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-            dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=MEETING_SECONDS)
-            )
+            store = dist.TCPStore(host, int(port), world_size, rank == 0, timedelta(seconds=MEETING_SECONDS))
+            waiting = timedelta(seconds=COLLECTIVE_SECONDS)
+            store.set_timeout(waiting)  # NCCL's ranks first speak to each other, by way of it, when one has to wait
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=waiting)
     if dist.get_world_size() != world_size:  # another library in this process made a group of its own
         raise RunError(
             f"this process is in a group of {dist.get_world_size()} ranks already, and {world_size} are asked"
         )
     _library().init_distributed(verbose=False)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for ranks that still read the model. DeepSpeed's own groups wait no longer than 10 minutes, with NCCL."""
+    if torch.distributed.get_world_size() > 1:
+        ready = torch.zeros((), device=device)
+        torch.distributed.all_reduce(ready)
+        ready.item()  # a GPU's queue is filled at once
 
 
 def check(settings: WorkersConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -56,6 +56,18 @@ def test_forward_gives_the_models_own_log_probabilities(make_worker, make_rows, 
         np.testing.assert_allclose(score, expected, atol=2e-5)
 
 
+def test_greedy_tokens_are_scored_at_temperature_one(make_worker, make_rows, tied_model):
+    """Sampling at 0 takes the likeliest; dividing by it would leave no numbers."""
+    rows = make_rows(3)
+    for row in rows:
+        row.temperatures[:] = 1.0
+    expected = reference_logprobs(tied_model, rows)
+    for row in rows:
+        row.temperatures[1::2] = 0.0  # a greedy turn beside one that is not
+    for score, right in zip(make_worker(trained=False).forward(rows), expected, strict=True):
+        np.testing.assert_allclose(score, right, atol=2e-5)
+
+
 def test_log_probabilities_and_gradients_are_the_same_in_chunks(
     make_worker, make_rows, denominators, plain_gradient_descent, tmp_path, monkeypatch
 ):
