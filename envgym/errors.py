@@ -72,6 +72,10 @@ class RunError(EnvgymError):
     """A run folder that exists already, cannot be resumed, or a run that cannot go on."""
 
 
+class CheckpointDamaged(RunError):
+    """A checkpoint of which a file is missing, cut short or garbage; the message names the file."""
+
+
 class RolloutFailed(RunError):
     """A step's episodes failed too often to learn from. The weights are those of the last whole step."""
 

@@ -7,7 +7,7 @@ begins with `$`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 TUPLE, ITEMS = "$tuple", "$items"
@@ -26,20 +26,26 @@ def marked(value: Any) -> Any:
     return value
 
 
-def restored(value: Any) -> Any:
-    """What `marked` was given. Raises `ValueError` for what it does not write."""
+def restored(value: Any, other: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """What `marked` was given. Raises `ValueError` for what it does not write.
+
+    `other`: names that begin with `$` of what else was written as `{"$name": …}`, and what reads each of them.
+    """
     if isinstance(value, list):
-        return [restored(item) for item in value]
+        return [restored(item, other) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {TUPLE}:
-        return tuple(restored(item) for item in _listed(value[TUPLE]))
+        return tuple(restored(item, other) for item in _listed(value[TUPLE]))
     if value.keys() == {ITEMS}:
         try:
-            return {restored(key): restored(item) for key, item in map(_listed, _listed(value[ITEMS]))}
+            pairs = map(_listed, _listed(value[ITEMS]))
+            return {restored(key, other): restored(item, other) for key, item in pairs}
         except TypeError as error:
             raise ValueError(f"not keys and values: {error}") from None
-    return {key: restored(item) for key, item in value.items()}
+    if other and len(value) == 1 and (read := other.get(next(iter(value)))):
+        return read(next(iter(value.values())))
+    return {key: restored(item, other) for key, item in value.items()}
 
 
 def _listed(value: Any) -> list[Any]:

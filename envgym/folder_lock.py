@@ -15,7 +15,7 @@ def held(folder: Path, what: str) -> Iterator[None]:
     """Nobody else is in `folder` meanwhile, on this machine; a process that dies lets go of it. Raises `RunError`,
     which says that another `what` is there, where somebody is."""
     try:
-        lock = (folder / "lock").open("w")
+        lock = (folder / "lock").open("a")  # which leaves the times of a finished run as they are
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import RunError
+from . import controller_state
+from .errors import CheckpointDamaged, RunError
 
 if TYPE_CHECKING:
     from .config import RunConfig
 
 
-CONTROLLER = "controller.pickle"
+CONTROLLER = "controller.json"
 """The controller's share of a checkpoint, written last."""
+DAMAGED = ".damaged"
+"""What the name of a checkpoint ends with that could not be read, once the run has gone on from an older one."""
 
 
 class RunFolder:
@@ -98,13 +100,15 @@ class RunFolder:
 
         The one that the state says is the best outlives the `keep` newest, and `best` is a link to it.
         """
-        (written / CONTROLLER).write_bytes(pickle.dumps(dict(state)))
+        (written / CONTROLLER).write_text(controller_state.to_json(state), encoding="utf-8")
+        flush_to_disk(written)  # before an older one is deleted: a name may outlive a power failure, content may not
         final = self._of_step(step)
         replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
         os.replace(written, final)
+        flush_to_disk(self.checkpoints, deep=False)
         shutil.rmtree(replaced, ignore_errors=True)
         best = self.mark_best(state["progress"].get("best"))
         spared = None if best is None else self._of_step(best["step"])
@@ -132,23 +136,41 @@ class RunFolder:
         kept = self._kept_checkpoints()
         return kept[-1] if kept else None
 
+    def set_aside(self, damaged: Path) -> Path | None:
+        """Let the newest checkpoint, which cannot be read, count no longer; returns the one before it. Where there is
+        none, it stays what it is."""
+        kept = self._kept_checkpoints()
+        if damaged not in kept or len(kept) < 2:
+            return None
+        aside = damaged.with_name(damaged.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(damaged, aside)
+        return self.last_checkpoint()
+
     def _of_step(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
     def _kept_checkpoints(self) -> list[Path]:
         """Oldest first; of one step, the replaced one before the new one."""
-        return sorted(self.checkpoints.glob("step_*"), key=lambda path: (path.stem, path.suffix == ""))
+        kept = (path for path in self.checkpoints.glob("step_*") if path.suffix != DAMAGED)
+        return sorted(kept, key=lambda path: (path.stem, path.suffix == ""))
 
     @staticmethod
     def read_state(checkpoint: Path) -> dict[str, Any]:
-        """The controller's state of a checkpoint that `keep_checkpoint` made."""
-        try:
-            state: dict[str, Any] = pickle.loads((checkpoint / CONTROLLER).read_bytes())
-        except (OSError, pickle.UnpicklingError, EOFError) as error:
+        """The controller's state of a checkpoint that `keep_checkpoint` made. Raises `CheckpointDamaged` where it
+        cannot be read, and `RunError` where it was written in a form that is read no longer."""
+        file = checkpoint / CONTROLLER
+        if not file.exists() and (checkpoint / "controller.pickle").exists():
             raise RunError(
-                f"checkpoint {checkpoint} cannot be read ({error}); delete it to use the one before"
-            ) from None
-        return state
+                f"checkpoint {checkpoint} was written by an earlier version of envgym, as a pickle, which would be code "
+                "to run: it can be resumed by that version only"
+            )
+        try:
+            return controller_state.from_json(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{file} cannot be read (it is cut short or garbage: {error})") from None
 
 
 def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
@@ -177,5 +199,22 @@ def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content so that a reader sees the old or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # the disk is full: not with this
+        raise
+
+
+def flush_to_disk(folder: Path, *, deep: bool = True) -> None:
+    """Return once what is in `folder` would survive a power failure: the names in it and, with `deep`, all content."""
+    paths = [folder, *folder.rglob("*")] if deep else [folder]
+    for path in paths:
+        if path.is_symlink():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

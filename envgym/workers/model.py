@@ -25,7 +25,7 @@ from envgym.learner import Learner, LearnRow, Metrics, Outputs, RowBatch
 from envgym.lora import LoraConfig
 from envgym.types import Row, Segment
 
-from . import muon, tensor_parallel, zero
+from . import muon, state_file, tensor_parallel, zero
 from .adapter import Adapter, n_numbers, whole
 from .average import MovingAverage
 from .config import WorkersConfig
@@ -428,14 +428,14 @@ class ModelWorker:
         }
         if self.average is not None:
             state["average"] = self.average.state()
-        torch.save(state, Path(folder, f"rank-{self.rank}.pt"))
+        state_file.write(Path(folder, f"rank-{self.rank}.pt"), state)
 
     def load_state(self, folder: str) -> None:
         """Go on from `save_state`, bit for bit. Raises `RunError` where it is not there or of other ranks."""
         path = Path(folder, f"rank-{self.rank}.pt")
         if not path.is_file():
             raise RunError(f"{folder} holds no state of rank {self.rank} of {self.role}")
-        state = torch.load(path, weights_only=False)
+        state = state_file.read(path)
         if state["world_size"] != self.world_size:
             raise RunError(
                 f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
@@ -498,12 +498,15 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    name, keys, *rest = np.random.get_state()
+    numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a tensor, which is read without running code
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])

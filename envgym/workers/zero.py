@@ -16,7 +16,7 @@ import torch
 
 from envgym.errors import ConfigError, RunError
 
-from . import muon, tensor_parallel
+from . import muon, state_file, tensor_parallel
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -151,6 +151,7 @@ def engine(
     wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
     if json.get("compile", {}).get("deepcompile"):
         wrapped.compile()
+    wrapped.checkpoint_engine.load = _read  # its own would run whatever code the file holds
     return wrapped
 
 
@@ -223,6 +224,16 @@ def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
         return nullcontext()
     context: AbstractContextManager[Any] = _library().zero.GatheredParameters([parameter])
     return context
+
+
+def _read(path: str, map_location: Any = None) -> Any:
+    """A file that DeepSpeed wrote into a checkpoint: tensors, plain values, and a few classes of its own."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    return state_file.read(path, map_location, also=own)
 
 
 def _library() -> Any:
