@@ -19,7 +19,7 @@ from .errors import ConfigError, EnvgymError
 from .placement import make_runtime, start_role
 from .recipes import read_yaml
 from .render import load_tokenizer
-from .run_folder import CONTROLLER, RunFolder, run_of_checkpoint, stage_folders
+from .run_folder import CONTROLLER, RunFolder, check_form, run_of_checkpoint, stage_folders
 
 if TYPE_CHECKING:
     from .display import Display
@@ -97,6 +97,7 @@ def _origin(checkpoint: Path) -> _Origin:
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
+    check_form(checkpoint)
     written, ranks = len(list(checkpoint.glob("actor/rank-*.pt"))), stage.workers_of("actor").ranks
     if not (checkpoint / CONTROLLER).is_file() or not written:
         raise ConfigError(f"checkpoint {checkpoint} is not whole: choose another one")

@@ -1,5 +1,5 @@
-"""The controller's share of a checkpoint as JSON, exactly: a resumed run goes on as if nothing had happened, and reading
-the checkpoint of somebody else runs no code."""
+"""The controller's share of a checkpoint as JSON: exact, so that a resumed run goes on as if nothing had happened, and
+reading that of somebody else runs no code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_json(state: Mapping[str, Any]) -> str:
 def from_json(text: str) -> dict[str, Any]:
     """The state that `to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
     state = restored(json.loads(text), {GROUP: _group})
-    if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
+    if not isinstance(state, dict) or not isinstance(state["progress"]["step"], int):
         raise ValueError("it holds no state of a controller")
     return state
 

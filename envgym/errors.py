@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -86,6 +87,14 @@ class WorkerError(EnvgymError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without being asked to."""
+
+
+def cannot_write(error: OSError) -> str | None:
+    """What an `OSError` says in one line where the disk is full or takes no writes; None for any other."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return None
+    where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+    return f"{where}: {error.strerror}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -38,7 +40,7 @@ class LiveDisplay(Display):
     ) -> None:
         self._config = config
         self._subject = subject
-        self._console = console or Console(highlight=False)
+        self._console = console or Console(highlight=False, file=cast(TextIO, _Lasting(sys.stdout)))
         self._spinner = Spinner("dots")
         self._phase, self._phase_began = "starting", time.monotonic()
         self._episodes: tuple[int, int, str] | None = None
@@ -178,6 +180,25 @@ class LiveDisplay(Display):
 
     def _main_key(self) -> str:
         return "loss" if "reward/mean" not in self._metrics else "reward/mean"
+
+
+class _Lasting:
+    """A terminal that may be closed while a run goes on: what is written then is lost, and no reason to end the run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def sparkline(values: Sequence[float], width: int, bounds: tuple[float, float] | None = None) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,11 @@ import yaml
 
 from . import event_loop
 from .config import RunConfig, StageConfig, resolve
-from .errors import ConfigError, RolloutFailed, RunError
+from .errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write
+from .folder_lock import held
 from .models import fetch_model
 from .placement import Place, prepared, start_parts
+from .progress import Progress
 from .recipes import read_yaml
 from .report import PICTURE, plot
 from .run_folder import RunFolder, stage_folders, write_atomically
@@ -43,17 +47,18 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     check_installed(config.report_to)
     if any(stage.engine.kind == "openai" for stage in config.stages):
         raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
-    folder = claim_folder(config, resume=resume)
+    with claimed_folder(config, resume=resume) as folder:
+        return _run_stages(config, folder, display)
+
+
+def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
     stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
     summary: dict[str, Any] = {}
     model: str | None = None
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
         if summary.get("status") != "completed" or summary["steps"] < stage.steps:
-            try:
-                summary = event_loop.run(_run_stage(config, stage, stage_folder, model, display))
-            except asyncio.CancelledError:
-                raise KeyboardInterrupt(_stopped_early(config.name or "", stage_folder)) from None
+            summary = _run_to_end(config, stage, stage_folder, model, display)
         model = str(stage_folder.model)
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
@@ -61,6 +66,25 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     picture = stages[-1][0].path / PICTURE
     display.finish({**summary, "run": str(folder)} | ({"picture": str(picture)} if picture.exists() else {}))
     return summary
+
+
+def _run_to_end(
+    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+) -> dict[str, Any]:
+    """Run a stage, from the newest checkpoint that can be read where there are some."""
+    while True:
+        newest = folder.last_checkpoint()
+        try:
+            return event_loop.run(_run_stage(config, stage, folder, model, display))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt(_stopped_early(config.name or "", folder)) from None
+        except CheckpointDamaged as error:
+            before = None if newest is None else folder.set_aside(newest)
+            if before is None:
+                raise RunError(
+                    f"{error}; there is no checkpoint before it: start the run anew, with another --name"
+                ) from None
+            display.note(f"checkpoint {newest} is damaged: {error}; going on from {before.name}, the one before")
 
 
 def _stopped_early(name: str, folder: RunFolder) -> str:
@@ -71,8 +95,10 @@ def _stopped_early(name: str, folder: RunFolder) -> str:
     return f"run {name} was stopped; {checkpoint} is kept, go on with: envgym train --resume {folder.path}"
 
 
-def claim_folder(config: RunConfig, *, resume: bool) -> Path:
-    """The run's folder: made and given its config, or, to resume, found. Raises `RunError` otherwise."""
+@contextlib.contextmanager
+def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
+    """The run's folder: made and given its config, or, to resume, found. Nobody else trains in it meanwhile. Raises
+    `RunError` otherwise."""
     if config.name is None:
         stage = config.stages[-1]
         names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
@@ -81,8 +107,10 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
     if resume:
         if not (folder / "config.yaml").is_file():
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
-        _save_steps(folder / "config.yaml", config.stages[-1].steps)
-        return folder
+        with held(folder, "envgym train"):
+            _save_steps(folder / "config.yaml", config.stages[-1].steps)
+            yield folder
+        return
     _remove_stillborn(folder)
     if folder.exists():
         raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
@@ -90,8 +118,9 @@ def claim_folder(config: RunConfig, *, resume: bool) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
-    write_atomically(folder / "config.yaml", config.to_yaml())
-    return folder
+    with held(folder, "envgym train"):
+        write_atomically(folder / "config.yaml", config.to_yaml())
+        yield folder
 
 
 def _save_steps(file: Path, steps: int) -> None:
@@ -104,9 +133,12 @@ def _save_steps(file: Path, steps: int) -> None:
 
 def _remove_stillborn(folder: Path) -> None:
     """Delete the folder of a run that ended before its first step: nothing in it is worth a name."""
-    summary = RunFolder(folder).read_summary()
+    run = RunFolder(folder)
+    summary = run.read_summary()
     if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
-        shutil.rmtree(folder)
+        with held(folder, "envgym train"):
+            if not any(record["step"] for record in run.read_metrics()):
+                shutil.rmtree(folder)
 
 
 def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunConfig:
@@ -133,6 +165,9 @@ async def _run_stage(
 ) -> dict[str, Any]:
     """One run of the one loop; `model` is what the stage before it left, if there was one."""
     folder.create()
+    checkpoint = folder.last_checkpoint()
+    kept = None if checkpoint is None else folder.read_state(checkpoint)
+    folder.summary_file.unlink(missing_ok=True)  # an earlier end's: what comes now may be killed, and leave none
     began = time.monotonic()
     trainer: Trainer | None = None
     place: Place | None = None
@@ -148,12 +183,12 @@ async def _run_stage(
                 for own in stage.roles.values():
                     own.model = own.model and await fetch_model(own.model, config, display)
                 parts = await start_parts(config, stage, place, model, display)
-                trainer = Trainer(config, stage, parts, folder, display)
-                trainer.began = began
-                checkpoint = folder.last_checkpoint()
-                folder.rewind(-1 if checkpoint is None else RunFolder.read_state(checkpoint)["progress"]["step"])
-                if checkpoint is not None:
-                    await trainer.load(checkpoint)
+                starting = Trainer(config, stage, parts, folder, display)
+                starting.began = began
+                folder.rewind(-1 if kept is None else kept["progress"]["step"])
+                if checkpoint is not None and kept is not None:
+                    await starting.load(checkpoint, kept)
+                trainer = starting
                 if config.report_to:
                     story = story_of(config, stage, folder, trainer.progress.step)
                     trainer.recorder.trackers = Trackers(config.report_to, story, display.note)
@@ -179,20 +214,30 @@ async def _run_stage(
     except Stopped:
         status = "stopped"
         raise KeyboardInterrupt(_kept(config, folder)) from None
-    except RolloutFailed as error:
-        raise RolloutFailed(f"{error}; {_kept(config, folder)}") from None
+    except CheckpointDamaged:
+        raise
+    except (RunError, WorkerError) as error:
+        if trainer is None or folder.last_checkpoint() is None:
+            raise
+        raise type(error)(f"{error}; {_kept(config, folder)}") from error
+    except OSError as error:
+        if (said := cannot_write(error)) is None:
+            raise
+        raise RunError("; ".join([said, *([_kept(config, folder)] if folder.last_checkpoint() else [])])) from error
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
         raise
     finally:
-        summary = _summary(config, trainer, status, began)
+        summary = _summary(config, trainer, kept, status, began)
         if place is not None and place.services.names:
             summary["services"] = dict(place.services.counters)
-        folder.write_summary(summary)
-        if trainer is not None and (trackers := trainer.recorder.trackers) is not None:
-            trackers.close(status)
-            summary["trackers"] = trackers.summary()
+        # A disk that is full has been told of where it ended the run; a run that got to its end can still say so.
+        with contextlib.suppress(*([] if status == "completed" else [OSError])):
             folder.write_summary(summary)
+            if trainer is not None and (trackers := trainer.recorder.trackers) is not None:
+                trackers.close(status)
+                summary["trackers"] = trackers.summary()
+                folder.write_summary(summary)
     plot(folder.path)
     return summary
 
@@ -217,38 +262,51 @@ def _kept(config: RunConfig, folder: RunFolder) -> str:
     return f"checkpoint {folder.last_checkpoint()} is kept; go on with: envgym train --resume {run}"
 
 
-def _summary(config: RunConfig, trainer: Trainer | None, status: str, began: float) -> dict[str, Any]:
-    progress = trainer.progress if trainer else None
-    spent = progress.seconds if progress else {}
+def _summary(
+    config: RunConfig, trainer: Trainer | None, kept: Mapping[str, Any] | None, status: str, began: float
+) -> dict[str, Any]:
+    """What `summary.json` holds. Where the loop has not begun, it tells of the checkpoint `kept` before."""
+    if trainer is not None:
+        progress, buffer, began = trainer.progress, trainer.buffer.state(), trainer.began
+    else:
+        known = {} if kept is None else kept["progress"]
+        progress = Progress(**{field.name: known[field.name] for field in fields(Progress) if field.name in known})
+        buffer = {} if kept is None else kept.get("buffer", {})
+        began -= progress.seconds.get("total", 0.0)
+    spent = progress.seconds
     return {
         "status": status,
         "seed": config.seed,
-        "steps": progress.step if progress else 0,
-        "eval": progress.evals if progress else {},
+        "steps": progress.step,
+        "eval": progress.evals,
         "seconds": {
-            "total": time.monotonic() - (trainer.began if trainer else began),
+            "total": time.monotonic() - began,
             **{phase: spent.get(phase, 0.0) for phase in PHASES},
         },
-        "tokens": progress.tokens if progress else {"sampled": 0, "trained": 0},
-        "mismatch": {"max_abs_logprob": progress.max_mismatch if progress else 0.0},
-        "failures": dict(trainer.buffer.failures) if trainer else {},
-        "played_again": trainer.buffer.played_again if trainer else 0,
-        "refills": trainer.buffer.refills if trainer else 0,
-        "dropped_groups": trainer.buffer.dropped_groups if trainer else 0,
-        "filtered_groups": dict(trainer.buffer.filtered) if trainer else {},
+        "tokens": progress.tokens,
+        "mismatch": {"max_abs_logprob": progress.max_mismatch},
+        "failures": buffer.get("failures", {}),
+        "played_again": buffer.get("played_again", 0),
+        "refills": buffer.get("refills", 0),
+        "dropped_groups": buffer.get("dropped_groups", 0),
+        "filtered_groups": buffer.get("filtered", {}),
         "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
-        **({"best": progress.best} if progress and progress.best else {}),
+        **({"best": progress.best} if progress.best else {}),
     }
 
 
 class _Interrupts:
-    """Ctrl-C and SIGTERM: before the loop runs they end everything at once; then the first asks it to stop and the
-    second ends everything at once."""
+    """Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP): before the loop runs they end everything at once; then
+    the first asks it to stop and the second ends everything at once."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
         self._ask: Callable[[], None] | None = None
         self._is_heard = True
+        self._asked = False
+        self._signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started with nohup
+            self._signals.append(signal.SIGHUP)
 
     def listen(self, ask: Callable[[], None]) -> None:
         """From now on the first signal calls `ask`."""
@@ -264,17 +322,20 @@ class _Interrupts:
             if ask is None:
                 task.cancel()
             else:
-                self._display.note("stopping after this step's work; once more to stop at once")
                 ask()
+                self._display.note("stopping after this step's work; once more to stop at once")
 
         def signalled(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._asked:
+                return  # a shell and the kernel tell of the same closed terminal
             loop.call_soon_threadsafe(interrupted)
+            self._asked = True
             if not self._is_heard:
                 raise KeyboardInterrupt  # the first was not heard: something holds the loop
             self._is_heard = False
 
         loop = asyncio.get_running_loop()
-        self._before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, signalled) for number in self._signals}
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():

@@ -159,12 +159,8 @@ class RunFolder:
     def read_state(checkpoint: Path) -> dict[str, Any]:
         """The controller's state of a checkpoint that `keep_checkpoint` made. Raises `CheckpointDamaged` where it
         cannot be read, and `RunError` where it was written in a form that is read no longer."""
+        check_form(checkpoint)
         file = checkpoint / CONTROLLER
-        if not file.exists() and (checkpoint / "controller.pickle").exists():
-            raise RunError(
-                f"checkpoint {checkpoint} was written by an earlier version of envgym, as a pickle, which would be code "
-                "to run: it can be resumed by that version only"
-            )
         try:
             return controller_state.from_json(file.read_text(encoding="utf-8"))
         except OSError as error:
@@ -179,6 +175,15 @@ def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
         return [RunFolder(folder)]
     names = [Path(stage.learner.name.partition(":")[0]).stem for stage in config.stages]
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
+
+
+def check_form(checkpoint: Path) -> None:
+    """Raise `RunError` for a checkpoint in the form that earlier versions wrote."""
+    if (checkpoint / "controller.pickle").is_file() and not (checkpoint / CONTROLLER).is_file():
+        raise RunError(
+            f"checkpoint {checkpoint} was written by an earlier version of envgym, as a pickle, which may be code to "
+            "run: only that version goes on with it"
+        )
 
 
 def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:

@@ -10,6 +10,8 @@ has carried over are a step older; their rows say so.)
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,7 @@ from .buffer import Buffer
 from .config import RunConfig, StageConfig
 from .curriculum import Curriculum
 from .engines.base import Engine, SamplingParams
-from .errors import InvalidOutcome, RolloutFailed, RunError
+from .errors import EnvgymError, InvalidOutcome, RolloutFailed, RunError, WorkerError
 from .evaluation.held_out import HeldOut
 from .filling import fill, nothing_kept
 from .learner import Learner, LearnerConfig, LearnRow
@@ -74,6 +76,8 @@ class Trainer:
         self.display = display
         self.stop = Stop()
         self.progress = Progress()
+        self.boundary: dict[str, Any] | None = None
+        """The controller's state at the last whole step; None while the weights are on their way to the next."""
         self.recorder = Recorder(folder, display, stage.steps)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
         samples = parts.runner.agent.samples
@@ -89,37 +93,55 @@ class Trainer:
         self.held_out = HeldOut(self.play, parts.runner.spec, parts.sampling, stage.eval)
 
     async def run(self) -> None:
-        """Train to the last step. Raises `Stopped` once a stop was asked for and a checkpoint is kept."""
-        boundary = self.state()
+        """Train to the last step. Raises `Stopped` once a stop was asked for and a checkpoint is kept.
+
+        One is kept too before an error that leaves the weights whole: tasks that cannot be read or played any more, an
+        engine that died.
+        """
+        self.boundary = self.state()
         try:
             await self.sync()
             while True:
                 if not self.progress.recorded:
                     await self.finish_step()
-                    boundary = self.state()
+                    self.boundary = self.state()
                 if self.progress.step >= self.stage.steps:
                     return
                 if self.stop.is_set():
                     raise Stopped
                 await self.take_step()
-                boundary = self.state()
-        except (Stopped, RolloutFailed, InvalidOutcome) as error:
-            # All happen while tasks are read or in play, so weights are those of the last whole step.
-            best = boundary["progress"]["best"]
-            if best is None or best["step"] != boundary["progress"]["step"]:  # else it is kept already, and linked to
-                await self.checkpoint(boundary)
-            if isinstance(error, InvalidOutcome):  # tasks that cannot be read any more
-                raise RolloutFailed(f"after step {boundary['progress']['step']}: {error}") from error
+                self.boundary = self.state()
+        except (Stopped, RolloutFailed) as error:
+            await self.keep_boundary(error)
             raise
+        except InvalidOutcome as error:  # tasks that cannot be read any more
+            await self.keep_boundary(error)
+            raise RolloutFailed(f"after step {self.progress.step}: {error}") from error
+        except WorkerError as error:
+            with contextlib.suppress(EnvgymError, OSError):  # it may be the policy's own that died
+                await self.keep_boundary(error)
+            raise
+
+    async def keep_boundary(self, error: Exception) -> None:
+        """Keep a checkpoint of the last whole step, if the weights are still its own, before `error` ends the run."""
+        if self.boundary is None:
+            return
+        step, best = self.boundary["progress"]["step"], self.boundary["progress"]["best"]
+        if best is not None and best["step"] == step:  # it is kept already, and linked to
+            return
+        if step or not isinstance(error, WorkerError):
+            await self.checkpoint(self.boundary)
 
     async def take_step(self) -> None:
         started = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         groups = await self.roll_out()
         await self.score(groups)
+        self.boundary = None
         await self.learn(groups)
         self.progress.step += 1
         self.progress.recorded = False
+        self.boundary = self.state()
         await self.sync()
         self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - started)
 
@@ -268,23 +290,34 @@ class Trainer:
         """Keep the trained roles' weights and optimizers together with `state`."""
         with self.progress.timed("checkpoint"):
             written = self.folder.new_checkpoint()
-            for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
-                await self.parts.workers[role].save_state(str(written / role))
-            step = state["progress"]["step"]
-            return self.folder.keep_checkpoint(written, step, state, self.stage.checkpoint.keep)
+            step, keep = state["progress"]["step"], self.stage.checkpoint.keep
+            try:
+                for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
+                    await self.parts.workers[role].save_state(str(written / role))
+                # In a thread: until the disk has all of it, others go on (a server of environments, say).
+                return await asyncio.to_thread(self.folder.keep_checkpoint, written, step, state, keep)
+            except (EnvgymError, OSError):
+                shutil.rmtree(written, ignore_errors=True)  # the disk may be full of it
+                raise
 
-    async def load(self, checkpoint: Path) -> None:
-        """Go back to where `checkpoint` was made."""
-        state = self.folder.read_state(checkpoint)
+    async def load(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Go back to where `checkpoint` was made, with the controller's `state` in it. Raises `CheckpointDamaged`, and
+        `RunError` for the state of another version, or of a learner that was changed."""
         self.recorder.resume()
-        self.progress = Progress(**state["progress"])
+        try:
+            self.progress = Progress(**state["progress"])
+            self.began -= self.progress.seconds["total"]
+            self.cursor.load_state(state["cursor"])
+            self.buffer.load_state(state["buffer"])
+            if self.parts.pretraining is not None:
+                self.parts.pretraining.load_state(state["pretraining"])
+            self.parts.learner.load_state(state["learner"])
+            self.parts.runner.unscored |= set(state.get("unscored", ()))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"the controller's state in {checkpoint} does not fit this version of envgym and of the learner "
+                f"({type(error).__name__}: {error})"
+            ) from error
         self.progress.best = self.folder.mark_best(self.progress.best)
-        self.began -= self.progress.seconds["total"]
-        self.cursor.load_state(state["cursor"])
-        self.buffer.load_state(state["buffer"])
-        if self.parts.pretraining is not None:
-            self.parts.pretraining.load_state(state["pretraining"])
-        self.parts.learner.load_state(state["learner"])
-        self.parts.runner.unscored |= set(state.get("unscored", ()))  # older checkpoints have none
         for role in (role for role, spec in self.parts.learner.roles.items() if spec.trained):
             await self.parts.workers[role].load_state(str(checkpoint / role))

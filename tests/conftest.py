@@ -115,6 +115,14 @@ def serving():
 
 
 @pytest.fixture(scope="session")
+def through_a_checkpoint():
+    """`through_a_checkpoint(state)`: a part of the controller's state as a resumed run finds it."""
+    from envgym.controller_state import from_json, to_json
+
+    return lambda state: from_json(to_json({"progress": {"step": 0}, "part": state}))["part"]
+
+
+@pytest.fixture(scope="session")
 def documented_metrics():
     """The names in the tables of `docs/metrics.md` as patterns, and whether every run logs each: those that come only
     with a setting say so in italics."""

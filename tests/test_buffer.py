@@ -1,7 +1,5 @@
 """The groups on their way to the learner."""
 
-import pickle
-
 import pytest
 
 from envgym.buffer import Buffer
@@ -73,14 +71,14 @@ def test_what_is_not_taken_carries_over_in_order():
     assert ids(buffer.take(1)) == []
 
 
-def test_state_goes_through_a_file_and_is_a_picture_of_its_moment():
+def test_state_goes_through_a_file_and_is_a_picture_of_its_moment(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True)
     buffer.add([group("a", 1.0, 0.0), group("b", 1.0, TIMEOUT), group("c", 0.0, 0.0)])
     state = buffer.state()
     buffer.add([group("x", 1.0, 1.0), group("y", BROKEN, BROKEN)])  # what comes later is not in the picture
     buffer.take(2)
     restored = Buffer(2, needs_reward=True)
-    restored.load_state(pickle.loads(pickle.dumps(state)))
+    restored.load_state(through_a_checkpoint(state))
     assert (restored.failures, restored.dropped_groups) == ({"timeout": 1}, 1)
     restored.add([group("d", 1.0, TIMEOUT)])
     assert (restored.failures, restored.dropped_groups) == ({"timeout": 2}, 2)
@@ -142,9 +140,9 @@ def test_rewards_stand_in_for_scores_but_have_no_range():
         kept(rewards, max_score=0.5)
 
 
-def test_what_was_filtered_is_still_counted_after_a_resume():
+def test_what_was_filtered_is_still_counted_after_a_resume(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
     buffer.add([FLAT, MIXED, EASY])
     restored = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
-    restored.load_state(pickle.loads(pickle.dumps(buffer.state())))
+    restored.load_state(through_a_checkpoint(buffer.state()))
     assert (ids(restored.take(9)), restored.filtered) == (["mixed", "easy"], {"zero_variance": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -107,17 +108,36 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_linked_to(run):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_from_the_newest_and_knows_the_best(copied):
-    """Of the last step nothing is left, as after a kill: the older best one is not where the run goes on."""
-    shutil.rmtree(copied / "checkpoints" / "step_000003")
+def test_a_resumed_run_goes_on_from_the_newest_whole_one_and_knows_the_best(copied):
+    """The last one is cut short, as by a failing disk: the older best one is not where the run goes on."""
+    [file] = copied.glob("checkpoints/step_000003/actor/deepspeed/*model_states.pt")
+    file.write_bytes(file.read_bytes()[:1000])
     (copied / "summary.json").unlink()
     (copied / "checkpoints" / "best").unlink()
     printed = program(copied.parents[1], "train", "--resume", "taught")
+    said = r"checkpoint \S+step_000003 is damaged: \S+model_states.pt cannot be read \(.*\); going on from step_000002"
+    assert re.search(said, printed)
     assert "step 3/3" in printed
     assert json.loads((copied / "summary.json").read_text())["best"] == {"metric": "step", "value": 1, "step": 1}
     assert os.readlink(copied / "checkpoints" / "best") == "step_000001"
     records = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_run_in_one_line_with_what_it_kept(copied):
+    """Here no file may be larger than the second checkpoint's were: the third, beside them, is of no lesser size."""
+    shutil.rmtree(copied / "checkpoints" / "step_000003")
+    (copied / "summary.json").unlink()
+    limit = max(path.stat().st_size for path in copied.glob("checkpoints/step_000002/actor/deepspeed/*")) - 1
+    command = ["prlimit", f"--fsize={limit}", ENVGYM, "train", "--resume", "taught"]
+    done = subprocess.run(command, cwd=copied.parents[1], capture_output=True, text=True, timeout=240, check=False)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2, line
+    assert re.search(r"step_000002 is kept; go on with: envgym train --resume \S+taught$", line)
+    assert re.search(r"_states.pt cannot be written", line)
+    assert not (copied / "checkpoints" / "unfinished").exists()
+    assert json.loads((copied / "summary.json").read_text())["status"] == "failed"
 
 
 def test_training_goes_on_from_a_checkpoint_of_another_run_as_that_one_rendered_and_sampled(run, tmp_path):
@@ -147,7 +167,7 @@ def test_a_checkpoint_that_does_not_exist_names_those_that_do(run):
         model_of(run / "checkpoints" / "step_000009")
 
 
-@pytest.mark.parametrize("lost", ["controller.pickle", "actor/rank-0.pt"])
+@pytest.mark.parametrize("lost", ["controller.json", "actor/rank-0.pt"])
 def test_a_checkpoint_that_lost_a_part_is_refused_at_once(copied, lost):
     checkpoint = copied / "checkpoints" / "step_000003"
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
@@ -163,8 +183,9 @@ def test_weights_that_cannot_be_read_are_said_in_one_line_and_leave_nothing(copi
     file.write_bytes(file.read_bytes()[:1000])
     words = (*TAUGHT, "--model", checkpoint, "--name", "on")
     [line] = program(copied.parents[1], *words, status=2).splitlines()
-    assert "step_000003 cannot be read: actor-0:" in line
-    assert {path.name for path in checkpoint.iterdir()} == {"actor", "controller.pickle"}
+    assert "step_000003 cannot be read: " in line
+    assert "model_states.pt cannot be read (it is cut short or garbage)" in line
+    assert {path.name for path in checkpoint.iterdir()} == {"actor", "controller.json"}
 
 
 def test_a_checkpoint_of_other_ranks_than_its_config_says_is_refused(copied):

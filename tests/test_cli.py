@@ -288,6 +288,20 @@ def test_runs_lists_newest_first_with_scores_and_unfinished_ones(run, tmp_path):
     assert older.count("0.900 [0.850, 0.950]") == 2
 
 
+def test_runs_tells_of_the_stage_that_a_run_came_to(run, tmp_path):
+    folder = tmp_path / "runs" / "stages"
+    for number, (stage, steps, status) in enumerate([("1-sft", 3, "completed"), ("2-grpo", 2, "stopped")]):
+        (folder / stage).mkdir(parents=True)
+        metrics = folder / stage / "metrics.jsonl"
+        metrics.write_text("".join(f'{{"step": {n}}}\n' for n in range(steps + 1)))
+        os.utime(metrics, (number, number))
+        (folder / stage / "summary.json").write_text(json.dumps({"status": status, "steps": steps}))
+    (folder / "config.yaml").write_text("{}")
+    assert run("runs").stdout.splitlines()[1].split() == ["stages", "stopped", "2"]
+    (folder / "2-grpo" / "summary.json").unlink()  # as where it goes on, or was killed
+    assert run("runs").stdout.splitlines()[1].split() == ["stages", "unfinished", "2"]
+
+
 def test_serve_serves_until_ctrl_c(tmp_path, run):
     with subprocess.Popen(
         [ENVGYM, "serve", "math_verify", "--port", "0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -302,6 +316,14 @@ def test_serve_serves_until_ctrl_c(tmp_path, run):
 
 
 # -- terminals, pipes and signals -------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_no_mistake_of_ours(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [ENVGYM, "config", "recipes"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (2, "envgym: error: a file cannot be written: No space left on device\n")
 
 
 def test_a_reader_that_has_enough_is_no_mistake(tmp_path):

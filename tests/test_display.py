@@ -361,6 +361,34 @@ def test_a_run_that_is_cut_off_leaves_a_usable_terminal(terminal, number):
     assert termios.tcgetattr(one.inside) == one.modes
 
 
+def test_a_terminal_that_is_closed_is_no_reason_to_end_a_run(tmp_path):
+    """What it says then goes nowhere, in whatever way it is said."""
+    screen, inside = pty.openpty()
+    done = tmp_path / "done"
+    program = f"""
+import sys
+from envgym.live_display import LiveDisplay
+
+display = LiveDisplay()
+display.phase("starting")
+sys.stdin.readline()
+display.note("a line that stays")
+display.alarm(1, "it has gone")
+display.step(1, 2, {RECORD!r})
+display.finish({SUMMARY!r})
+open({str(done)!r}, "w").close()
+"""
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=inside, stderr=subprocess.DEVNULL) as process:
+        os.close(inside)
+        os.read(screen, 1)
+        os.close(screen)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        process.wait(60)
+    assert done.exists()
+
+
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}])
 def test_a_terminal_that_cannot_or_should_not_redraw_gets_lines(terminal, environment):
     one = terminal(steps=3, **environment)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,15 +86,15 @@ def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, fi
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3])
-def test_a_resumed_run_goes_on_with_the_next_document(renderer, file, stop):
+def test_a_resumed_run_goes_on_with_the_next_document(through_a_checkpoint, renderer, file, stop):
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
     whole = [texts(renderer, rows) for rows in taken(Pretraining(config, renderer, 0), 6)]
     killed = Pretraining(config, renderer, 0)
     taken(killed, stop)
-    state = pickle.dumps(killed.state())
+    state = through_a_checkpoint(killed.state())
     taken(killed, 1)
     resumed = Pretraining(config, renderer, 0)
-    resumed.load_state(pickle.loads(state))
+    resumed.load_state(state)
     assert [texts(renderer, rows) for rows in taken(resumed, 6 - stop)] == whole[stop:]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from envgym.config import resolve
-from envgym.errors import EnvgymError, RunError
-from envgym.run import resume_config
+from envgym.errors import CheckpointDamaged, EnvgymError, RunError
+from envgym.run import claimed_folder, resume_config
 from envgym.run_folder import RunFolder, stage_folders, write_atomically
 
 
@@ -202,13 +202,63 @@ def test_a_kill_while_a_better_checkpoint_is_kept_leaves_one_that_is_whole(folde
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["best", "step_000004"]
 
 
-@pytest.mark.parametrize("content", [b"", pickle.dumps({"progress": {"step": 1}})[:-5], None])
+GARBAGE = [
+    b"", b"{", b'{"progress": {"step": 1}}'[:-1], b"\xff\xfe", b"[]", b"{}", b'{"progress": {}}', b'{"progress": 3}',
+    b'{"$tuple": 1, "progress": {"step": 1}, "x": {"$items": 3}}', b'{"progress": {"step": 1}, "x": {"$group": {}}}',
+    b"[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [*GARBAGE, None])
 def test_a_checkpoint_that_cannot_be_read_is_said_in_one_line(folder, content):
     final = checkpoint(folder, 1)
-    file = final / "controller.pickle"
+    file = final / "controller.json"
     file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(RunError, match=r"checkpoint .*step_000001 cannot be read"):
+    with pytest.raises(CheckpointDamaged, match=r"step_000001/controller.json cannot be read \(") as raised:
         folder.read_state(final)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_unpickled(folder):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(folder.path / "trapped"),)
+
+    final = checkpoint(folder, 1)
+    (final / "controller.json").unlink()
+    (final / "controller.pickle").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(RunError, match="step_000001 was written by an earlier version"):
+        folder.read_state(final)
+    assert not (folder.path / "trapped").exists()
+
+
+def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(folder):
+    first, second = checkpoint(folder, 1), checkpoint(folder, 2)
+    assert folder.set_aside(second) == first == folder.last_checkpoint()
+    assert folder.set_aside(first) is None
+    assert first.exists()
+    checkpoint(folder, 2, keep=1)  # the run comes by again
+    assert folder.last_checkpoint() == second
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["step_000002", "step_000002.damaged"]
+
+
+def test_an_older_checkpoint_goes_only_once_the_disk_has_the_new_one(folder, monkeypatch):
+    """Else a power failure could leave the name of the new one without its content, and no other."""
+    checkpoint(folder, 1, keep=1)
+    flushed, fsync = [], os.fsync
+
+    def note(descriptor):
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert (folder.checkpoints / "step_000001").exists()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint(folder, 2, keep=1)
+    written = folder.checkpoints / "unfinished"
+    everything = [written, written / "actor", written / "actor" / "weights", written / "controller.json"]
+    assert sorted(flushed[:-1]) == sorted(map(str, everything))
+    assert flushed[-1] == str(folder.checkpoints)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000002"]
 
 
 def test_a_reader_of_a_file_written_atomically_sees_the_old_or_the_new(tmp_path, monkeypatch):
@@ -232,6 +282,46 @@ def test_summary(folder):
     assert folder.read_summary() is None
     folder.write_summary({"status": "completed", "eval": {"before": {"ci95": [0.1, 0.2]}}})
     assert folder.read_summary()["eval"]["before"]["ci95"] == [0.1, 0.2]
+
+
+def test_a_full_disk_takes_what_was_there_with_it_in_no_file(tmp_path):
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "new")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("summary.json", "old")]
+
+
+# -- whose it is ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_nobody_elses(tmp_path):
+    config = resolve({"env": "math_verify", "name": "first", "runs_dir": str(tmp_path)})
+    with claimed_folder(config, resume=False) as folder:
+        RunFolder(folder).write_summary({"status": "stopped", "steps": 0})  # of an earlier end
+        for resume in (True, False):
+            with (
+                pytest.raises(RunError, match=r"another envgym train is writing to .*first"),
+                claimed_folder(config, resume=resume),
+            ):
+                pass
+    with claimed_folder(config, resume=True):
+        assert (folder / "config.yaml").exists()
+
+
+def test_the_name_of_a_run_that_never_began_is_free_again_and_no_others(tmp_path):
+    """A run whose resume failed before it began has steps all the same."""
+    config = resolve({"env": "math_verify", "name": "first", "runs_dir": str(tmp_path)})
+    with claimed_folder(config, resume=False) as folder:
+        RunFolder(folder).write_summary({"status": "failed", "steps": 0})
+    with claimed_folder(config, resume=False):
+        assert {path.name for path in folder.iterdir()} == {"config.yaml", "lock"}
+        RunFolder(folder).write_summary({"status": "failed", "steps": 0})
+        RunFolder(folder).append_metrics({"step": 1})
+    with pytest.raises(RunError, match="exists: choose another --name"), claimed_folder(config, resume=False):
+        pass
+    assert RunFolder(folder).read_metrics() == [{"step": 1}]
 
 
 # -- how far a resumed run goes ---------------------------------------------------------------------------

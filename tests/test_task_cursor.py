@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import pickle
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -274,7 +273,7 @@ def told(passing):
     seed=st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=30)
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind, skip, stop, seed):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(through_a_checkpoint, kind, skip, stop, seed):
     def fresh():
         tasks = {
             "finite": task_set(17),
@@ -299,7 +298,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind, skip, stop, seed)
     kept = killed.state()
     steps(killed, stop, stop + 3)  # what it did after the checkpoint is lost, and changes nothing in it
     resumed = fresh()
-    resumed.load_state(pickle.loads(pickle.dumps(kept)))
+    resumed.load_state(through_a_checkpoint(kept))
     assert before + steps(resumed, stop, 20) == whole
 
 
@@ -330,7 +329,7 @@ class OneAgent:
     samples = True
 
 
-def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows():
+def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(through_a_checkpoint):
     trainer = trainer_of(0.75)
     records = []
     for _ in range(16):
@@ -343,7 +342,7 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows():
     state = trainer.state()["cursor"]
     assert sum(state["curriculum"]["flat"].values()) >= 10
     resumed = trainer_of(0.75)
-    resumed.cursor.load_state(pickle.loads(pickle.dumps(state)))
+    resumed.cursor.load_state(through_a_checkpoint(state))
     assert asyncio.run(resumed.cursor.next(20)) == asyncio.run(trainer.cursor.next(20))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DroppedSettings, EnvgymError
+from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write
 
 
 @dataclass
@@ -61,7 +61,12 @@ def interrupted(error: KeyboardInterrupt, invocation: Invocation) -> int:
 
 
 def unexpected(error: Exception, invocation: Invocation) -> int:
-    """An error of ours. The traceback goes into a file, so that the line stays one and nothing is lost."""
+    """An error of ours, but for a full disk. The traceback goes into a file, so that the line stays one and nothing is
+    lost."""
+    if isinstance(error, OSError) and (said := cannot_write(error)) is not None:
+        if error.filename is None:  # it may be standard output that is a file there
+            _print_no_more()
+        return mistake(RunError(said), invocation)
     if invocation.debug:
         traceback.print_exception(error)
         where = "above"
@@ -75,8 +80,14 @@ def unexpected(error: Exception, invocation: Invocation) -> int:
 
 def broken_pipe() -> int:
     """`envgym … | head` has read enough. That is no mistake, and nothing is left to say it to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
+    _print_no_more()
     return 128 + signal.SIGPIPE
+
+
+def _print_no_more() -> None:
+    """Let go of standard output, or the interpreter complains when it flushes at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def reader_is_gone() -> bool:

@@ -42,10 +42,14 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    """A run that was killed has no summary; its metrics still tell how far it came."""
+    """A run of several stages has a summary once the last has ended; until then the one it came to tells."""
     summary = _read_summary(run / "summary.json")
     if summary is None:
-        return run.name, "unfinished", _steps_so_far(run), "", ""
+        files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
+        last = max(files, key=lambda path: path.stat().st_mtime, default=run / "metrics.jsonl")
+        summary = _read_summary(last.parent / "summary.json")
+        if summary is None or summary.get("status") == "completed":
+            return run.name, "unfinished", _steps_so_far(last), "", ""
     from envgym.report import score
 
     scores = summary.get("eval") or {}
@@ -65,10 +69,9 @@ def _read_summary(path: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) else None
 
 
-def _steps_so_far(run: Path) -> str:
-    """The last step of the last stage's metrics."""
-    files = sorted([*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")], key=lambda path: path.stat().st_mtime)
-    for line in reversed(files[-1].read_text(encoding="utf-8").splitlines() if files else []):
+def _steps_so_far(metrics: Path) -> str:
+    """A run that was killed, or goes on, has no summary; its metrics still tell how far it came."""
+    for line in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []):
         try:
             return str(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):

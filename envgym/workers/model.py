@@ -498,7 +498,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    name, keys, *rest = np.random.get_state()
+    generator: Any = np.random.get_state()
+    name, keys, *rest = generator
     numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a tensor, which is read without running code
     return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 

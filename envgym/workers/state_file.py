@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from envgym.errors import CheckpointDamaged
+from envgym.errors import CheckpointDamaged, RunError, cannot_write
 
 
 def write(path: Path, state: Any) -> None:
-    """Write `state`, so that `read` gives it back."""
-    torch.save(state, path)
+    """Write `state`, so that `read` gives it back. Raises `RunError` in one line where the disk is full."""
+    with writing(path):
+        torch.save(state, path)
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """`torch.save` to `path` may go on within. Raises `RunError` in one line where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if (said := cannot_write(error)) is None:
+            raise
+        raise RunError(said) from None
+    except RuntimeError as error:
+        if not any(known in str(error) for known in ("PytorchStreamWriter", "inline_container", "iostream error")):
+            raise
+        raise RunError(f"{path} cannot be written: is the disk full?") from None
 
 
 def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = ()) -> Any:
@@ -31,10 +48,9 @@ def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = (
 
 
 def _reason(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OSError):
-        return error.strerror or text
+    if isinstance(error, OSError) and error.filename:  # else it is about a place in the file that is not there
+        return error.strerror or str(error)
     for known in ("Unsupported global: GLOBAL ", "Trying to load unsupported GLOBAL "):
-        if known in text:
-            return f"it names {text.partition(known)[2].split()[0]}, which would be code to run"
-    return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else 'no reason given'}"[:200]
+        if known in str(error):
+            return f"it names {str(error).partition(known)[2].split()[0]}, which would be code to run"
+    return "it is cut short or garbage"

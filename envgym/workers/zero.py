@@ -151,7 +151,9 @@ def engine(
     wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
     if json.get("compile", {}).get("deepcompile"):
         wrapped.compile()
-    wrapped.checkpoint_engine.load = _read  # its own would run whatever code the file holds
+    files = wrapped.checkpoint_engine
+    files.load = _read  # its own would run whatever code the file holds
+    files.save = _saying_when_the_disk_is_full(files.save)
     return wrapped
 
 
@@ -234,6 +236,14 @@ def _read(path: str, map_location: Any = None) -> Any:
 
     own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     return state_file.read(path, map_location, also=own)
+
+
+def _saying_when_the_disk_is_full(save: Callable[..., None]) -> Callable[..., None]:
+    def write(state_dict: Any, path: str) -> None:
+        with state_file.writing(path):
+            save(state_dict, path)
+
+    return write
 
 
 def _library() -> Any:

@@ -1,10 +1,12 @@
+import os
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from envgym.errors import EnvgymError, RunError
+from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.workers.layout import micro_batches, silenced
 from envgym.workers.model import ModelWorker
 
@@ -266,6 +268,26 @@ def test_a_state_of_other_ranks_is_refused_in_one_line(make_worker, tmp_path):
     torch.save({**state, "world_size": 2}, tmp_path / "rank-0.pt")
     with pytest.raises(RunError, match=r"workers\.ranks=2"):
         worker.load_state(str(tmp_path))
+
+
+def test_code_in_a_state_is_refused_wherever_it_is(make_worker, tmp_path):
+    """In what a rank writes itself as well as in what DeepSpeed writes."""
+
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    worker = make_worker()
+    worker.save_state(str(tmp_path))
+    [deepspeeds] = (tmp_path / "deepspeed").glob("*model_states.pt")
+    for file in (tmp_path / "rank-0.pt", deepspeeds):
+        whole = file.read_bytes()
+        torch.save({**torch.load(file, weights_only=False), "more": Trap()}, file)
+        with pytest.raises(CheckpointDamaged, match="which would be code to run"):
+            worker.load_state(str(tmp_path))
+        file.write_bytes(whole)
+    worker.load_state(str(tmp_path))
+    assert not (tmp_path / "trapped").exists()
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(
