@@ -44,13 +44,13 @@ def test_a_group_that_is_too_small_is_dropped_and_counted_with_its_failures():
     assert buffer.failures == {"timeout": 1, "environment": 2}
 
 
-def test_attempts_that_were_played_again_are_counted():
+def test_attempts_that_were_played_again_are_counted(through_a_checkpoint):
     buffer = Buffer(2, needs_reward=True)
     played = group("a", 1.0, 0.0)
     played.lost, played.refills = group("a", TIMEOUT, BROKEN).episodes, 1
     buffer.add([played])
     restored = Buffer(2, needs_reward=True)
-    restored.load_state(pickle.loads(pickle.dumps(buffer.state())))
+    restored.load_state(through_a_checkpoint(buffer.state()))
     for one in (buffer, restored):
         assert (one.failures, one.played_again, one.refills) == ({"timeout": 1, "environment": 1}, 2, 1)
 
