@@ -45,6 +45,16 @@ def below(limit: float, steps: int) -> Condition:
     return lambda values: len(values) >= steps and max(values[-steps:]) < limit
 
 
+def falls_below(limit: float, steps: int) -> Condition:
+    """The last `steps` values are all smaller than `limit`, and some before were not."""
+    return lambda values: below(limit, steps)(values) and max(values) >= limit
+
+
+def begins_below(limit: float, steps: int) -> Condition:
+    """All values are smaller than `limit`, and there are `steps` of them."""
+    return lambda values: len(values) >= steps and max(values) < limit
+
+
 def mean_below(limit: float, steps: int, after: int) -> Condition:
     """The mean of the last `steps` values is smaller than `limit`, from the step `after` on."""
     return lambda values: len(values) >= max(steps, after) and fmean(values[-steps:]) < limit
@@ -98,9 +108,17 @@ ALARMS = (
     Alarm(
         "entropy_collapse",
         "policy/entropy",
-        below(0.005, steps=5),
+        falls_below(0.005, steps=5),
         "the policy's entropy is down to {value:.2g} nats a token: it says the same whatever the reward, and will not "
         "find anything better; try a lower learner.lr, a higher learner.clip_high or some learner.entropy_coef",
+    ),
+    Alarm(
+        "no_entropy",
+        "policy/entropy",
+        begins_below(0.005, steps=5),
+        "the policy's entropy has been near 0 from the start ({value:.2g} nats a token): it says the same every time, "
+        "and no reward can teach it anything else; try a higher rollout.temperature, or another model, or one that was "
+        "first shown how it is done (recipe sft_grpo)",
     ),
     Alarm(
         "entropy_growth",
@@ -177,6 +195,13 @@ ALARMS = (
         above(0.5, steps=5),
         "{value:.0%} of the episodes run into a limit before they are done; try a larger rollout.max_tokens or "
         "engine.max_model_len (truncated/* says which limit), or a penalty on length (learner.shaping)",
+    ),
+    Alarm(
+        "cut_turns",
+        "length/cut_turns_share",
+        above(0.9, steps=3),
+        "rollout.max_tokens cuts {value:.0%} of the turns before they are done, and with them the tool call or the "
+        "answer that they were to hold; try a larger rollout.max_tokens",
     ),
     Alarm(
         "failures",

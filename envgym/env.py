@@ -18,6 +18,7 @@ import json
 import math
 import numbers
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -223,7 +224,12 @@ class EnvSpec:
     @property
     def about(self) -> str:
         """What it is, in the first words of its author."""
-        return first_words(self._env_class if type(self) is EnvSpec and self._env_class else type(self))
+        return self.docstring.partition("\n")[0]
+
+    @property
+    def docstring(self) -> str:
+        """What it is, in its author's words."""
+        return docstring(self._env_class if type(self) is EnvSpec and self._env_class else type(self))
 
     # -- making instances ---------------------------------------------------------------------------------
 
@@ -404,10 +410,17 @@ class CheckedEnv(Env):
 
 
 def first_words(cls: type) -> str:
-    """The first line of the docstring that an environment's author wrote, not of a class of ours above it."""
-    classes = (getattr(cls, "env_class", None), cls)
-    docs = (vars(one).get("__doc__") for one in classes if one is not None)
-    return next((inspect.cleandoc(doc).partition("\n")[0] for doc in docs if doc), "")
+    """The first line of the docstring that an environment's author wrote."""
+    return docstring(cls).partition("\n")[0]
+
+
+def docstring(cls: type) -> str:
+    """What an environment's author wrote of it: in the class, not in one of ours above it, or in its file."""
+    classes = [one for one in (getattr(cls, "env_class", None), cls) if one is not None]
+    docs = [vars(one).get("__doc__") for one in classes]
+    modules = [one.__module__ for one in classes if not one.__module__.startswith(("envgym.", "__main__"))]
+    docs += [getattr(sys.modules.get(name), "__doc__", None) for name in modules]
+    return next((inspect.cleandoc(doc) for doc in docs if doc), "")
 
 
 def checked_numbers(reward: Any, info: Info) -> float | None:

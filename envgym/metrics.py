@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import RolloutFailed
 from .learner import LearnRow
-from .types import Episode, Group, Status
+from .types import Episode, Group, Status, StopReason
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
@@ -72,8 +72,14 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
         "length/max": lengths[-1],
         "length/turns": fmean(sum(len(row.turns) for row in episode.rows) for episode in finished),
         "length/truncated_share": len(truncated) / len(finished),
+        "length/cut_turns_share": fmean(cut) if (cut := _cut_turns(finished)) else 0.0,
         **{f"truncated/{why}": count / len(finished) for why, count in sorted(Counter(truncated).items())},
     }
+
+
+def _cut_turns(finished: Sequence[Episode]) -> list[bool]:
+    """Of each turn, whether it ended at its token limit."""
+    return [turn.stop_reason is StopReason.LENGTH for episode in finished for row in episode.rows for turn in row.turns]
 
 
 def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ FIRES = {
     "mismatch": [1e-6, 0.06, 0.07],
     "correction_drops": [0.1, 0.6, 0.7, 0.8],
     "entropy_collapse": [0.5, 0.1, *[0.002] * 5],
+    "no_entropy": [0.004, 0.0, 0.002, 0.004, 0.001],
     "entropy_growth": [*[0.5] * 8, *[2.0] * 4],
     "clip_fraction": [0.1, 0.6, 0.6, 0.6],
     "large_update": [0.01, 0.7, 0.8, 0.9],
@@ -32,6 +33,7 @@ FIRES = {
     "no_variance": [0.5, *[1.0] * 5],
     "reward_collapse": [*[0.1] * 5, *[0.8] * 10, *[0.1] * 6],
     "truncation": [0.2, *[0.9] * 5],
+    "cut_turns": [0.5, 1.0, 1.0, 0.95],
     "failures": [0.0, 0.2, 0.2, 0.2],
     "explained_variance": [*[0.1] * 20, *[-2.0] * 10],
     "short_batch": [1.0, 0.75],
@@ -40,6 +42,7 @@ HEALTHY = {
     "mismatch": [0.02, 0.06, 0.02, 0.06, 0.03],  # kernels in 16 bits, once in a while far off
     "correction_drops": [0.6, 0.7, 0.1, 0.6, 0.7],
     "entropy_collapse": [0.24 * 0.96**step for step in range(80)],  # solved tasks take little choice
+    "no_entropy": [0.002, 0.001, 0.003, 0.004, 0.006, *[0.1] * 20],
     "entropy_growth": [0.05 + 0.02 * step for step in range(40)],  # from nearly none: still far from noise
     "clip_fraction": [0.0, *noisy(0.2, 0.15), 0.9, 0.9, 0.1],
     "large_update": noisy(0.05, 0.05),
@@ -51,6 +54,7 @@ HEALTHY = {
     "no_variance": [*[1.0] * 4, *noisy(0.6, 0.3)],
     "reward_collapse": [*[0.0] * 5, *noisy(0.5, 0.3), *noisy(0.8, 0.2), *noisy(0.6, 0.2)],
     "truncation": [*[1.0] * 4, *noisy(0.3, 0.2)],
+    "cut_turns": [1.0, 1.0, *noisy(0.3, 0.2)],
     "failures": [0.3, 0.3, *noisy(0.05, 0.05)],
     "explained_variance": [*[-20.0] * 20, *noisy(0.0, 0.4)],  # a head that was drawn knows nothing at first
     "short_batch": [1.0] * 30,
@@ -101,6 +105,13 @@ def test_a_jump_is_measured_against_the_ten_values_before_it():
     """Their median is 2 here, and would be 3 with the jump itself in place of the first."""
     assert heard("grad_norm", [*[1.0] * 5, *[3.0] * 5, 41.0])[0] == [10]
     assert heard("grad_norm", [*[1.0] * 5, *[3.0] * 5, 39.0])[0] == []
+
+
+def test_an_entropy_that_never_moved_is_not_said_to_have_come_down():
+    alarms = Alarms()
+    said = [raised for _ in range(9) for raised in alarms.hear({"policy/entropy": 0.001})]
+    assert [raised.name for raised in said] == ["no_entropy"]
+    assert "down to" not in said[0].text
 
 
 def test_the_sentence_shows_the_number():

@@ -357,6 +357,10 @@ def test_ctrl_c_is_one_line_and_exit_130(tmp_path):
 
 
 LEAVES = """
+'''What it leaves is named by a variable.
+
+It says nothing else.
+'''
 import asyncio, multiprocessing, os, subprocess, threading, time
 import envgym, envgym.cli.leaving, envgym.heeding
 
@@ -395,7 +399,7 @@ class Leaves(envgym.Env):
         ("processes", 0, ""),
         ("thread", 0, "envgym: threads that do not end are left behind: pump\n"),
         ("task", 0, ""),
-        ("exit", 2, "envgym: error: something that was called ended the program: SystemExit: 0 (LEAVES, line 26)\n"),
+        ("exit", 2, "envgym: error: something that was called ended the program: SystemExit: 0 (LEAVES, line 30)\n"),
     ],
 )
 def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(run, tmp_path, what, status, said):
@@ -404,6 +408,8 @@ def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(run,
     result = run("envs", "show", file, LEAVES=what, ENVGYM_TEST_MARK=str(tmp_path))
     assert (result.returncode, result.stderr) == (status, said.replace("LEAVES", str(file)))
     assert ("Well?" in result.stdout) == (status == 0)
+    about = f"{file}  What it leaves is named by a variable.\n\nIt says nothing else.\ntrain tasks: no end\n"
+    assert result.stdout.startswith(about)
     assert family(f"ENVGYM_TEST_MARK={tmp_path}") == []
 
 

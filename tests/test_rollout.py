@@ -349,8 +349,11 @@ def test_what_is_retryable_is_tried_again_at_most_so_often(world, deterministic,
         return "", 1.0, True, False, {}
 
     world.on_step = step
-    [group] = play(make_spec(world), size=1, tasks=TASKS[:1], retries=2, deterministic=deterministic)
+    engine = OneToken()
+    [group] = play(make_spec(world), size=1, tasks=TASKS[:1], engine=engine, retries=2, deterministic=deterministic)
     [episode] = group.episodes
+    if deterministic:  # the same tokens again would fail in the same way
+        assert len({request.sampling.seed for request in engine.requests}) == attempts
     assert (tries, episode.attempt, episode.failed) == (attempts, attempts - 1, fails)
     assert world.closed == attempts
 

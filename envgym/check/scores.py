@@ -55,7 +55,7 @@ async def check(subject: Subject) -> list[Finding]:
     means = {name: _mean(episodes, by_score) for name, episodes in earned.probes.items()}
     trivial = _trivial(means, by_score)
     return [
-        _reward_range(earned, by_score),
+        _reward_range(subject, earned, by_score),
         trivial,
         _injection(means, by_score),
         _demonstrations(subject, earned, means, by_score, trivial.verdict == "FAILED"),
@@ -109,7 +109,7 @@ def _told(means: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items() if mean is not None)
 
 
-def _reward_range(earned: Earned, by_score: bool) -> Finding:
+def _reward_range(subject: Subject, earned: Earned, by_score: bool) -> Finding:
     name = "reward range"
     rewards = [episode.reward for episode in earned.all if episode.reward is not None]
     if not rewards:
@@ -118,6 +118,12 @@ def _reward_range(earned: Earned, by_score: bool) -> Finding:
     if not by_score and not all(0 <= reward <= 1 for reward in rewards):
         advice = 'return info["score"] in [0, 1] as well: success rates and filters need one'
         return warning(name, f"{found}, without a score", advice)
+    others = [turn.reward or 0.0 for played in subject.episodes for turn in played.turns]
+    scores = [episode.score or 0.0 for episode in earned.all]
+    if min(rewards) == max(rewards) <= 0 >= max([*others, *scores]):
+        found = f"{found}: nothing that was tried was ever rewarded, so nothing is known of what is"
+        advice = "give it demonstrations, which are played here too; until then see that a right answer pays: envs try"
+        return warning(name, found, advice)
     return ok(name, found)
 
 

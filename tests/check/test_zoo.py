@@ -77,6 +77,7 @@ SLOW = {
 }
 WARNED_OF = {
     "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
+    "rewards.py:NeverPays": ("reward range", "nothing that was tried was ever rewarded"),
     "rewards.py:PaysTooMuch": ("reward range", "from -5 to 100"),
     "rewards.py:FindsTheAnswerAnywhere": ("leak", "in the observation in 100%"),
 }

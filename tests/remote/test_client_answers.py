@@ -196,6 +196,21 @@ def test_a_call_after_the_connection_was_closed_may_be_made_again_elsewhere():
     asyncio.run(main())
 
 
+def test_patience_counts_from_the_first_failure(monkeypatch):
+    """With pauses of 2, 4 and 8 hundredths of a second the third try is the last that a tenth leaves room for."""
+    monkeypatch.setattr("envgym.remote.transport.FIRST_PAUSE", 0.02)
+
+    async def main() -> None:
+        nobody = HttpTransport("http://127.0.0.1:1", Access({}), Counters())
+        with pytest.raises(RemoteError) as raised:
+            await nobody.call("GET", "/livez", seconds=60, patience=0.1)
+        assert raised.value.kind == "connection"
+        assert 1 <= nobody.counters.requests <= 3
+        await nobody.close()
+
+    asyncio.run(main())
+
+
 def test_the_deadline_of_a_remote_environments_calls_is_called_timeout():
     with pytest.raises(ConfigError, match=r"call_timeout.*timeout bounds a reset or a step") as raised:
         registry.spec("http://127.0.0.1:1", call_timeout=5)

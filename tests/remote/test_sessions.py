@@ -283,6 +283,27 @@ def test_an_environment_that_is_still_closing_takes_its_place(unruly):
     asyncio.run(main())
 
 
+def test_no_step_is_taken_while_the_environment_is_at_work(unruly):
+    """Neither the first while it is reset nor the next one while a step is taken."""
+
+    async def main() -> None:
+        async with unruly() as (url, _, spec), asyncio.timeout(30):
+            for path, body, early in (
+                ("/v1/sessions", opening("s", options={"reset": "hold"}), step(0, "on")),
+                ("/v1/sessions/s/step", step(0, "hold"), step(1, "on")),
+            ):
+                spec.held, spec.free = asyncio.Event(), asyncio.Event()
+                working = asyncio.create_task(ask(url, "POST", path, body))
+                await spec.held.wait()
+                status, problem = await ask(url, "POST", "/v1/sessions/s/step", early)
+                assert (status, problem["type"]) == (409, "urn:envgym:problem:step-conflict")
+                spec.free.set()
+                assert (await working)[0] == 200
+            assert (await ask(url, "POST", "/v1/sessions/s/step", step(1, "on")))[1]["info"] == {"steps": 2}
+
+    asyncio.run(main())
+
+
 def test_an_environment_that_takes_longer_than_the_servers_limit_is_a_504(unruly):
     async def main() -> None:
         async with unruly(Limits(call_seconds=0.1), reset_seconds=60, judge_seconds=60, page="wait") as (url, _, _):

@@ -70,12 +70,14 @@ class Unruly(Env):
         assert options is not None
         self.task: Task = options["task"]
         self.steps = 0
+        await self.hold(options.get("reset", ""))
         await misbehave(options.get("reset", ""))
         await asyncio.sleep(self.spec.config.reset_seconds)
         return "ready", {"task": repr((self.task.answer, self.task.fields)), "options": repr(options.get("given"))}
 
     async def step(self, action: Action) -> StepResult:
         self.steps += 1
+        await self.hold(action.text)
         await misbehave(action.text)
         if action.text.startswith("take "):
             print("stepping", flush=True)
@@ -83,6 +85,12 @@ class Unruly(Env):
             await asyncio.sleep(float(action.text.removeprefix("take ")))
         info = INFO if action.text == "info" else {"steps": self.steps}
         return "x" * 10_000, float(self.task.answer == (1, 2)), False, False, info
+
+    async def hold(self, how: str) -> None:
+        """Be at work until the test lets go."""
+        if how == "hold":
+            self.spec.held.set()
+            await self.spec.free.wait()
 
     async def close(self) -> None:
         await misbehave(self.spec.config.close)
@@ -111,6 +119,8 @@ class UnrulySpec(EnvSpec):
     most_instances = 0
     judged = 0
     long_steps = 0
+    held: asyncio.Event
+    free: asyncio.Event
 
     class Config(EnvConfig):
         close: str = ""

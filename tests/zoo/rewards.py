@@ -39,6 +39,15 @@ def message(said):
     return envgym.Message.of(said["role"], said["content"])
 
 
+class NeverPays(SumsSpec):
+    """Whatever it would pay for, nobody shows it."""
+
+    env_class = type("Unmoved", (Sums,), {"is_right": lambda self, text: False})
+
+    def demonstrations(self, task, seed):
+        raise envgym.errors.ConfigError("none are known")
+
+
 class WrongDemonstrations(SumsSpec):
     env_class = Sums
 

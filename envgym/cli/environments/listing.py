@@ -76,6 +76,9 @@ async def _show(spec: EnvSpec) -> None:
     async with start_services(spec, now=False):
         env = spec.make()
         print(f"{spec.id}  {spec.about}".rstrip())
+        first, _, rest = spec.docstring.partition("\n")
+        if first == spec.about and rest:  # of a remote one only the first words are known
+            print(rest.rstrip())
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")
