@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from .engines.base import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
 from .types import Episode, Message, Task, ToolSpec
+from .validation import Settings
 
 
 class Sampler(Protocol):
@@ -39,10 +38,8 @@ class Sampler(Protocol):
         ...
 
 
-class AgentConfig(BaseModel):
+class AgentConfig(Settings):
     """Base class of an agent's settings. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class Agent(ABC):

@@ -26,23 +26,17 @@ from .env import EnvSpec
 from .errors import ConfigError, DataError, DroppedSettings, did_you_mean
 from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
-from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, DuplicateKey, load_recipe, load_yaml, makes_model, read_yaml
 from .render import RenderKind
 from .run_folder import run_of_checkpoint
 from .services.declarations import Url, VariableName
 from .tasks import DataConfig
-from .validation import describe_validation_error
+from .validation import Settings, describe_validation_error
 from .workers.config import WorkersConfig
 
 AUTO = "auto"
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """What YAML takes for text, though people mean a number."""
-
-
-class Section(BaseModel):
-    """Base of every group of settings. Unknown keys are refused and name their nearest neighbour."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class Component(BaseModel):
@@ -71,7 +65,7 @@ def _as_list(value: Any) -> Any:
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "swanlab"]], BeforeValidator(_as_list)]
 
 
-class FilterConfig(Section):
+class FilterConfig(Settings):
     """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
     replay plays is never dropped."""
 
@@ -95,7 +89,7 @@ class FilterConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Settings):
     """How episodes are played."""
 
     tasks: int = Field(64, ge=1)
@@ -123,7 +117,7 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
 
 
-class PretrainConfig(Section):
+class PretrainConfig(Settings):
     """Text that is taught as it stands beside what the policy samples; `learner.pretrain_coef` weighs it."""
 
     path: str | None = None
@@ -139,7 +133,7 @@ class PretrainConfig(Section):
     """Tokens a document is cut to; what it holds beyond them is not taught."""
 
 
-class EngineConfig(Section):
+class EngineConfig(Settings):
     """What samples."""
 
     kind: Literal["auto", "vllm", "transformers", "openai"] = "auto"
@@ -149,7 +143,7 @@ class EngineConfig(Section):
     """`auto` is the workers' (`workers.dtype`): float32 on a CPU and bfloat16 on an accelerator by default."""
     max_model_len: int | None = Field(None, ge=2)
     """Context length in tokens; by default the model's own, at most 32768."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field({})
     """Any vLLM engine argument, passed through."""
     base_url: Url | None = None
     """With `openai`: the address up to and without `/chat/completions`, for example `http://127.0.0.1:8000/v1`."""
@@ -161,7 +155,7 @@ class EngineConfig(Section):
     """With `openai`: tries of a request that the network or the server fails."""
     requests_per_minute: float | None = Field(None, gt=0)
     """With `openai`: requests begun in a minute at most, evenly spaced."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field({})
     """With `openai`: merged over every request's body; null removes a key (`{"max_tokens": null,
     "max_completion_tokens": 900}`)."""
 
@@ -181,7 +175,7 @@ class EngineConfig(Section):
                 raise ConfigError(f"engine.{name} {whose}: leave it out with engine.kind={self.kind}")
 
 
-class EvalConfig(Section):
+class EvalConfig(Settings):
     """Evaluation on held-out tasks during training."""
 
     every: int = Field(20, ge=0)
@@ -194,7 +188,7 @@ class EvalConfig(Section):
     """Also evaluate greedily before the first step and after the last."""
 
 
-class CurriculumConfig(Section):
+class CurriculumConfig(Settings):
     """Tasks that are always or never solved are drawn less: they teach nothing."""
 
     skip: float = Field(0.0, ge=0, lt=1)
@@ -203,7 +197,7 @@ class CurriculumConfig(Section):
     """Groups by which a difficulty is judged, for tasks that have not been played yet."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Settings):
     """What a run can be resumed from."""
 
     every: int = Field(20, ge=0)
@@ -216,7 +210,7 @@ class CheckpointConfig(Section):
     it."""
 
 
-class SyncConfig(Section):
+class SyncConfig(Settings):
     """New weights to the engine after every step, and the check that they arrived."""
 
     tolerance: float | None = Field(None, gt=0)
@@ -225,7 +219,7 @@ class SyncConfig(Section):
     samples. By default 1e-3 for float32 weights and 0.5 for 16-bit ones, whose kernels differ by more."""
 
 
-class RoleConfig(Section):
+class RoleConfig(Settings):
     """What one of the learner's models (`critic`, `reference`) has to itself."""
 
     model: str | None = None
@@ -234,13 +228,13 @@ class RoleConfig(Section):
     """Its peak learning rate; by default the learner's."""
     save: bool = False
     """Keep its weights in the run folder, under the role's name, when the stage ends. The policy's always are."""
-    workers: dict[str, Any] = {}
+    workers: dict[str, Any] = Field({})
     """Settings of its workers that differ from the stage's `workers`."""
-    lora: dict[str, Any] = {}
+    lora: dict[str, Any] = Field({})
     """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
 
 
-class StageConfig(Section):
+class StageConfig(Settings):
     """One run of the one loop."""
 
     env: ComponentField
@@ -251,7 +245,7 @@ class StageConfig(Section):
     """Learner, and its own settings (`learner.lr`)."""
     model: str = DEFAULT_MODEL
     """Hugging Face folder or hub id, or the name of a recipe that makes a model."""
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = Field({})
     """What gives the environment its tasks: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
     render: RenderKind = "auto"
@@ -265,7 +259,7 @@ class StageConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     lora: LoraConfig = LoraConfig()
     """Train adapters instead of weights, in every model that is trained."""
-    roles: dict[str, RoleConfig] = {}
+    roles: dict[str, RoleConfig] = Field({})
     """Settings of single models, by role."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -314,7 +308,7 @@ class StageConfig(Section):
         return agent_class, validated(agent_class.Config, self.agent.settings, f"agent {self.agent.name}")
 
 
-class RunConfig(Section):
+class RunConfig(Settings):
     """A run: its name and place, what holds for all of it, and its stages."""
 
     recipe: str = DEFAULT_RECIPE
@@ -327,11 +321,11 @@ class RunConfig(Section):
     """Where the folders of evaluations are made."""
     runtime: Literal["local", "ray"] = "local"
     """Where workers run: processes on this machine, or actors on Ray."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of everything random in a run."""
     deterministic: bool = False
     """Same seed, same bits: waves of sorted requests, seeded sampling, no caches across them. Slower."""
-    report_to: Trackers = []
+    report_to: Trackers = Field([])
     """Where else metrics go, beside `metrics.jsonl`: any of `tensorboard`, `wandb`, `swanlab`."""
     project: str = "envgym"
     """Project that W&B and SwanLab file the run under, unless their own variables (`WANDB_PROJECT`) name one."""
@@ -389,7 +383,9 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
         if not equals or not key or key.startswith("-"):
             raise ConfigError(f"{word!r} is not a key=value setting")
         try:
-            value = yaml.safe_load(text)
+            value = load_yaml(text)
+        except DuplicateKey as error:
+            raise ConfigError(f"{word}: {error.problem}") from None
         except yaml.YAMLError:
             value = text
         if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):

@@ -23,23 +23,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from .blocking import OwnThread
 from .deadline import Deadline
 from .errors import CallTimeout, ConfigError, InvalidStep, ResetNeeded
 from .fingerprint import source_hash, text_hash
 from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
-from .validation import describe_validation_error
+from .validation import Settings, describe_validation_error
 
 Info = dict[str, Any]
 StepResult = tuple[Any, float | None, bool, bool, Info]
 
 
-class EnvConfig(BaseModel):
+class EnvConfig(Settings):
     """Base class of an environment's settings, and those that all have. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
     concurrency: int | None = Field(None, ge=1)
     """Episodes of this environment in play at once; unset: as many as the rollout plays."""

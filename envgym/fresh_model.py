@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from .errors import missing_package
+from .validation import Settings
 
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
@@ -30,10 +31,8 @@ CHAT_TEMPLATE = (
 )
 
 
-class FreshModelConfig(BaseModel):
+class FreshModelConfig(Settings):
     """The size of a new model."""
-
-    model_config = ConfigDict(extra="forbid")
 
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .types import Group, Objective, Row
+from .validation import Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,10 +130,8 @@ Metrics = dict[str, tuple[float, float]]
 `/max` or `/min` hold (value, 1), and the largest or the smallest is kept."""
 
 
-class LearnerConfig(BaseModel):
+class LearnerConfig(Settings):
     """Settings every learner has. A learner's own `Config` subclasses this and adds its own."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     """Id, file path (`file.py:Name`) or import path of the learner."""
@@ -164,7 +163,7 @@ class LearnerConfig(BaseModel):
     """Optimizer steps one rollout is cut into (by units, in order)."""
     epochs: int = Field(1, ge=1)
     """Times one rollout is trained on."""
-    freeze: list[str] = []
+    freeze: list[str] = Field([])
     """Regular expressions: parameters in whose name one is found keep their values (`[embed_tokens, visual]`)."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each

@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from .errors import ConfigError, missing_package
+from .validation import Settings
 from .workers.config import WorkersConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,13 +21,11 @@ ORIGIN = "envgym.json"
 """A file of ours beside them, of an adapter that learned on 4-bit weights: how they were kept and computed with."""
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Settings):
     """Train an adapter instead of the weights: W x becomes W x + (alpha / rank) B A x, and only A and B learn.
 
     The names are peft's.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     rank: int = Field(0, ge=0, le=512)
     """Rows of A and columns of B. 0: no adapter, all weights learn."""

@@ -51,6 +51,8 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
                     path, config.runtime, lambda base: fetch_model(base, config, display), display
                 )
             )
+        if not (path / "config.yaml").exists():
+            raise ConfigError(f"{name} holds no model: there is no config.json in it, and it is no run's folder")
         return str(policy_of_run(path))
     if is_path(name):
         raise ConfigError(f"model folder {name} does not exist.{other_checkpoints(path)}".removesuffix("."))

@@ -1,14 +1,53 @@
-"""One line for settings that pydantic refuses."""
+"""What every group of settings refuses, and one line for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from .errors import did_you_mean
+
+
+class Settings(BaseModel):
+    """Base of every group of settings. Unknown keys are refused, and so are numbers that are no settings: infinity and
+    NaN, `true` and `false` (which Python takes for 1 and 0), and what does not fit into 64 bits."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_a_number_where_one_belongs(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = set(_leaves(cls.model_fields[str(info.field_name)].annotation))
+        if kinds & {bool, Any, object} or not kinds & {int, float}:
+            return value
+        for one in _leaves_of_value(value):
+            if isinstance(one, bool):
+                raise ValueError("input should be a number")
+            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                raise ValueError("input should fit into 64 bits")
+        return value
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types and values that an annotation is made of; those of a literal by their types."""
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation if isinstance(annotation, type) or annotation is Any else type(annotation)
+    for part in inner:
+        yield from _leaves(part)
+
+
+def _leaves_of_value(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves_of_value(part)
+    else:
+        yield value
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:

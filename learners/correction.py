@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
+
+from envgym.validation import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +17,8 @@ if TYPE_CHECKING:
 Kind = Literal["none", "tis", "icepop", "seq_mask_tis"]
 
 
-class CorrectionConfig(BaseModel):
+class CorrectionConfig(Settings):
     """Weights w = pi_trainer / pi_sampler on the policy loss, at the start of the update."""
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Kind = "none"
     """`tis`: w, at most `high`; `icepop`: w, and tokens with w outside [low, high] are dropped; `seq_mask_tis`: as

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
+
+from envgym.validation import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +19,8 @@ Estimator = Literal["k1", "k2", "k3"]
 Place = Literal["reward", "loss"]
 
 
-class KLConfig(BaseModel):
+class KLConfig(Settings):
     """How far the policy may go from the reference model, and where it pays for that."""
-
-    model_config = ConfigDict(extra="forbid")
 
     coef: float = Field(0.0, ge=0)
     """Weight of the KL to the reference model. 0 builds no reference model."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from typing import Annotated
+
+from pydantic import Field, ValidationInfo, field_validator
 
 from envgym.types import Episode, Status
+from envgym.validation import Settings
+
+Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
-class ShapingConfig(BaseModel):
+class ShapingConfig(Settings):
     """Changes of the raw reward, in this order: overlong penalty, stop-properly penalty, clip."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    clip: tuple[float, float] | None = None
-    """Bounds of the raw reward, before members of a group are compared."""
+    clip: tuple[Bound, Bound] | None = None
+    """Bounds of the raw reward, before members of a group are compared; `[0, .inf]` has a lower one alone."""
     overlong_length: int | None = Field(None, ge=1)
     """Sampled tokens of an episode at which the penalty for length is whole (DAPO's soft overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1, validate_default=True)
@@ -29,7 +32,7 @@ class ShapingConfig(BaseModel):
     @field_validator("clip")
     @classmethod
     def _low_first(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
-        if clip is not None and clip[0] > clip[1]:
+        if clip is not None and not clip[0] <= clip[1]:  # with NaN as well
             raise ValueError("the lower bound comes first")
         return clip
 

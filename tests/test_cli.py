@@ -192,7 +192,7 @@ def test_a_taken_port_says_so(run):
     ("words", "said"),
     [
         (["--env", "math_verify", "--model", "/nowhere"], "/nowhere does not exist"),
-        (["--env", "math_verify", "--model", "empty"], "model empty: "),
+        (["--env", "math_verify", "--model", "empty"], "empty holds no model: there is no config.json in it"),
         (["--env", "math_verify", "--model", "MODEL", "data.path=bad.jsonl"], "bad.jsonl:2: not JSON"),
         (["--env", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9: nothing answers there"),
     ],

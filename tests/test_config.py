@@ -127,7 +127,7 @@ def test_another_learner_keeps_the_settings_that_all_learners_have(recipe, tmp_p
     file = write(tmp_path / "run.yaml", "learner: {lr: 0.5, weight_decay: 0.1}")
     changed = learner_of("learner=ppo", file=file, recipe=recipe).settings
     assert (changed["lr"], changed["weight_decay"], changed["clip_low"]) == (0.5, 0.1, 0.1)
-    two = resolve({**ENV, "learner": {"lr": 0.25}, "stages": [{"learner": "sft"}, {}]}, recipe=recipe)
+    two = resolve({**ENV, "learner": {"lr": 0.25}, "stages": [{"learner": "rloo"}, {}]}, recipe=recipe)
     assert [stage.learner.settings["lr"] for stage in two.stages] == [0.25, 0.25]
 
 
@@ -323,6 +323,24 @@ REFUSED = {
     "steps=many": "key 'steps': input should be a valid integer, unable to parse string as an integer, got 'many'",
     "learner.lr=fast": "learner grpo: key 'lr': input should be a valid number",
     "learner.lr=.nan": "learner grpo: key 'lr': input should be",
+    "learner.lr=.inf": "learner grpo: key 'lr': input should be a finite number, got inf",
+    "learner.lr=1e400": "learner grpo: key 'lr': input should be a finite number, got inf",
+    "learner.lr=true": "learner grpo: key 'lr': input should be a number, got True",
+    "learner.betas=[0.9, .nan]": "learner grpo: key 'betas.1': input should be a finite number, got nan",
+    "learner.betas=[0.9, false]": "learner grpo: key 'betas': input should be a number, got [0.9, False]",
+    "learner.kl.coef=.inf": "learner grpo: key 'kl.coef': input should be a finite number, got inf",
+    "learner.shaping.clip=[0, .nan]": "learner grpo: key 'shaping.clip': the lower bound comes first",
+    "steps=true": "key 'steps': input should be a number, got True",
+    "workers.zero_stage=true": "key 'workers.zero_stage': input should be a number, got True",
+    "rollout.temperature=.inf": "key 'rollout.temperature': input should be a finite number, got inf",
+    "env.digits=true": "environment math_verify-v0: key 'digits': input should be a number, got True",
+    "env.call_timeout=.inf": "environment math_verify-v0: key 'call_timeout': input should be a finite number, got inf",
+    "agent.max_turns=true": "agent multi_turn: key 'max_turns': input should be a number, got True",
+    "data.test_fraction=.nan": "key 'data.test_fraction': input should be a finite number, got nan",
+    "steps=12345678901234567890123": "key 'steps': input should fit into 64 bits, got 12345678901234567890123",
+    "seed=12345678901234567890123": "key 'seed': input should fit into 64 bits",
+    "seed=4294967296": "key 'seed': input should be less than 4294967296",  # engines take no greater ones
+    "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
     "learner.aggregation=words": "learner grpo: key 'aggregation': input should be 'token', 'sequence' or 'constant'",
     "rollout.temperature=0": "key 'rollout.temperature': input should be greater than 0, got 0",
     "engine.kind=sglang": "key 'engine.kind': input should be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",
@@ -373,6 +391,8 @@ def test_a_replay_has_no_groups_to_compare():
     ("text", "says"),
     [
         ("a: [1", r"bad.yaml:1: not valid YAML"),
+        ("rollout:\n  tasks: 1\n  tasks: 2", r"bad.yaml:3: not valid YAML \(key 'tasks' is given twice\)"),
+        ("learner: {lr: 1, lr: 2}", r"bad.yaml:1: not valid YAML \(key 'lr' is given twice\)"),
         ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
         ("rollout:\n  tsaks: 1", r"unknown key 'rollout.tsaks'. Did you mean 'tasks'\?"),
     ],
@@ -380,6 +400,13 @@ def test_a_replay_has_no_groups_to_compare():
 def test_a_bad_file_is_named(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says):
         resolve(ENV, file=write(tmp_path / "bad.yaml", text))
+
+
+def test_numbers_that_only_look_like_mistakes_are_taken(tmp_path):
+    file = write(tmp_path / "run.yaml", "eval: &alike {tasks: 4}\nrollout: {<<: *alike, tasks: 6}")
+    stage = stage_of("learner.shaping.clip=[0, .inf]", "steps=1e2", "eval.greedy=1", "rollout.tasks=8", file=file)
+    assert (stage.rollout.tasks, stage.eval.tasks, stage.steps, stage.eval.greedy) == (8, 4, 100, True)
+    assert stage.learner.settings["shaping"]["clip"] == [0, float("inf")]
 
 
 def test_an_empty_file_says_nothing(tmp_path):

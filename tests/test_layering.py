@@ -25,13 +25,13 @@ ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
         "envgym.registry", "envgym.responses", "envgym.rewards", "envgym.processes", "envgym.loading",
-        "envgym.fingerprint", "envgym.nemo_gym",
+        "envgym.fingerprint", "envgym.nemo_gym", "envgym.validation",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
         "envgym.responses", "envgym.transcript", "envgym.nemo_gym",
     },
-    "learners": {"envgym.types", "envgym.learner"},
+    "learners": {"envgym.types", "envgym.learner", "envgym.validation"},
 }  # fmt: skip
 RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""

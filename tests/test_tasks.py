@@ -141,6 +141,13 @@ def test_bad_rows_are_told_with_file_and_line(write, rows, config, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("config", [{}, {"answer": "answer"}])
+def test_not_a_number_is_no_answer_also_where_any_value_or_none_is_one(write, config):
+    path = write(['{"prompt": "q", "answer": NaN}', '{"prompt": "r", "answer": 1}'])
+    with pytest.raises(DataError, match=r"data.jsonl:1: field 'answer': an answer must be finite"):
+        all_of(load_tasks(DataConfig(path=path, **config), answer_required=False).train)
+
+
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="there is no data file"):
         load(str(tmp_path / "none.jsonl"))

@@ -11,16 +11,17 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from envgym.config import AUTO, Component, ComponentField, Section, validated
+from envgym.config import AUTO, Component, ComponentField, validated
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.recipes import read_yaml
+from envgym.validation import Settings
 
 SHIPPED = Path(__file__).parents[1] / "suites"
 STANDARD = "standard"
 """The size where none is asked for and the suite has several."""
 
 
-class Sampling(Section):
+class Sampling(Settings):
     """What a suite samples with; what is unset is the run's (`rollout.…`)."""
 
     temperature: float | None = Field(None, ge=0)
@@ -30,7 +31,7 @@ class Sampling(Section):
     max_tokens: int | None = Field(None, ge=1)
 
 
-class SuiteEnv(Section):
+class SuiteEnv(Settings):
     """One environment of a suite. What is unset is the suite's."""
 
     env: ComponentField
@@ -60,7 +61,7 @@ def _env_alone(value: Any) -> Any:
     return {name: {"env": item} if isinstance(item, str) else item for name, item in value.items()}
 
 
-class Suite(Section):
+class Suite(Settings):
     """Environments by name, in the order they are played."""
 
     description: str = ""

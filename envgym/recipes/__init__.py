@@ -38,10 +38,31 @@ def makes_model(name: str) -> bool:
     return name in recipe_names() and "new_model" in load_recipe(name)
 
 
+class DuplicateKey(yaml.MarkedYAMLError):
+    """A key that one mapping has twice: YAML forbids it, and PyYAML keeps the last one without a word."""
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise DuplicateKey(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """What YAML text says. Raises `yaml.YAMLError`, also for a key that is given twice."""
+    return yaml.load(text, _Loader)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. Raises `ConfigError` with file and line otherwise."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

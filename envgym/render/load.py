@@ -24,7 +24,7 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]  # its first line may end with "one of:"
         raise ConfigError(f"model {model}: its tokenizer cannot be loaded ({reason})") from None
 
 

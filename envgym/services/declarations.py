@@ -9,14 +9,16 @@ import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from envgym.validation import Settings
 
-class Service(BaseModel):
+
+class Service(Settings):
     """Base of the declarations. Equal declarations share one client, and so one model and its batches."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     @property
     def key(self) -> str:
@@ -122,7 +124,7 @@ class Chat(Service):
     """Tries of a request that the network or the server fails."""
     cache_dir: str | None = None
     """Folder that keeps repeatable answers (greedy or seeded) from run to run; within a run they are kept anyway."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field({})
     """Merged over every request's body; null removes a key (`{"max_tokens": null, "max_completion_tokens": 900}`)."""
 
 

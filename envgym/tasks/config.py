@@ -8,9 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -19,6 +17,7 @@ from pydantic import (
 
 from envgym.errors import DataError
 from envgym.loading import names_file
+from envgym.validation import Settings
 
 
 def _as_names(value: Any) -> Any:
@@ -40,10 +39,8 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 Template = Annotated[str | None, AfterValidator(_checked_template)]
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Settings):
     """One source of tasks."""
-
-    model_config = ConfigDict(extra="forbid")
 
     path: str | None = None
     """A JSONL or Parquet file, a folder of them, one that `datasets` saved, or a generator (`file.py:function`)."""
@@ -102,7 +99,7 @@ class MixedSourceConfig(SourceConfig):
 class DataConfig(SourceConfig):
     """Where tasks come from: one source, or several by name, for all of which the other settings hold."""
 
-    sources: dict[str, MixedSourceConfig] = {}
+    sources: dict[str, MixedSourceConfig] = Field({})
     """Several sources: `sources.NAME.path`, `sources.NAME.weight`, …"""
 
     @model_validator(mode="after")

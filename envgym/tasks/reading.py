@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 from envgym.errors import DataError, did_you_mean
 from envgym.types import Message, Task, as_messages
@@ -21,6 +21,7 @@ ANSWER_FIELDS = (
 Form = Callable[[Row, str], Row]
 """What an environment makes of a row that is in another program's form, before fields are read from it: a row with a
 prompt, an answer and so on. Gets the row and its place, for a `DataError`."""
+Value = TypeVar("Value")
 KEYS = 16**15
 """Prompts have keys below this."""
 
@@ -98,7 +99,7 @@ class TaskReader:
             return None
         if self._answer_required:
             return _text_or_number(_value(row, name, where), name, where)
-        return _value(row, name, where) if self._source.answer else row.get(name)
+        return _finite(_value(row, name, where) if self._source.answer else row.get(name), name, where)
 
     def _fill(self, template: str, prompt: str | tuple[Message, ...], row: Row, where: str) -> str:
         if not isinstance(prompt, str):
@@ -157,10 +158,15 @@ def _prompt(
 def _text_or_number(value: Any, name: str, where: str) -> str | int | float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where}: field {name!r}: an answer is text or a number, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{where}: field {name!r}: an answer must be finite, not {value}")
     if isinstance(value, str) and not value.strip():
         raise DataError(f"{where}: field {name!r} is empty")
+    return _finite(value, name, where)
+
+
+def _finite(value: Value, name: str, where: str) -> Value:
+    """`value`, if it is not NaN (what other programs write for a missing one) or infinite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{where}: field {name!r}: an answer must be finite, not {value}")
     return value
 
 

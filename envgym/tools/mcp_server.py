@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, missing_package
 from envgym.types import ToolSpec
+from envgym.validation import Settings
 
 from .schema import WrongArguments, without_titles
 from .tool import Tool, ToolFailure
@@ -43,18 +44,16 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _GUARD = Path(__file__).with_name("guard.py")
 
 
-class McpServer(BaseModel):
+class McpServer(Settings):
     """How to reach an MCP server: a program to start, or a URL."""
-
-    model_config = ConfigDict(extra="forbid")
 
     command: list[str] | None = Field(None, min_length=1)
     """Program and arguments of a server that speaks on its standard streams; one process a session."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field({})
     """Its environment variables, beside PATH, HOME and the like. `${NAME}` stands for a variable of ours."""
     url: str | None = None
     """Address of a server that speaks HTTP (the streamable kind)."""
-    headers: dict[str, str] = {}
+    headers: dict[str, str] = Field({})
     """Sent with every request. `${NAME}` stands for an environment variable, so that no secret is written down."""
     only: list[str] | None = None
     """Names of the tools to offer; unset: all the server has."""

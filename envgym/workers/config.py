@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from envgym.errors import ConfigError
+from envgym.validation import Settings
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
 
-class WorkersConfig(BaseModel):
+class WorkersConfig(Settings):
     """How a model is spread over processes and memory. None of it changes what is learned, but for rounding."""
-
-    model_config = ConfigDict(extra="forbid")
 
     ranks: int = Field(1, ge=1)
     """Processes (one per GPU, where there are any) that share the work of one model."""

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.validation import Settings
 
 from .jail import wire
 
@@ -44,10 +45,10 @@ _SHARED = "programs share this machine's kernel, its clock and its CPUs"
 _ALSO_SHARED = "see which files exist, share the disk with everybody, and can start no process of their own"
 
 
-class Limits(BaseModel):
+class Limits(Settings):
     """What one program may use. A program that passes a limit is ended, or refused what it asked for."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     cpu_seconds: float = Field(5.0, gt=0)
     """CPU time, of all its threads and processes together."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 
 from envgym import registry
 from envgym.env import EnvConfig, EnvSpec, TaskSet
@@ -15,6 +15,7 @@ from envgym.errors import ConfigError, EnvgymError, did_you_mean
 from envgym.fingerprint import text_hash
 from envgym.tasks import InProportion, Interleaved
 from envgym.types import Episode, Message, Task
+from envgym.validation import Settings
 
 from .playing import MixtureEnv
 from .tasks import MemberTasks
@@ -24,7 +25,7 @@ ANY_TURNS = "tool_calling"
 """The agent that plays environments with tools, and without tools all those of `TURNS`."""
 
 
-class Member(BaseModel):
+class Member(Settings):
     """One environment of the mixture, with its own settings beside these."""
 
     model_config = ConfigDict(extra="allow")
