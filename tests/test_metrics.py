@@ -96,6 +96,7 @@ def test_lengths_and_what_ended_episodes():
         ([1], 0.5, 1),
         ([1, 2], 0.5, 1),
         ([1, 2, 3], 0.5, 2),
+        ([1, 2, 3, 4], 0.9, 4),  # three quarters of them would not be nine tenths
         (range(1, 101), 0.9, 90),
         ([1, 2], 1.0, 2),
         ([1, 2], 0.0, 1),
@@ -152,11 +153,11 @@ def test_what_a_record_says_of_an_evaluation():
     member = {"score": 0.25, "ci95": [0.2, 0.3], "n_tasks": 4}
     sampled = {
         "score": 0.5, "ci95": [0.4, 0.6], "n_tasks": 8, "n_episodes": 16, "tokens": 10, "truncated": 4,
-        "failures": {"timeout": 1, "engine": 1}, "success": {"rate": 0.375, "ci95": [0.2, 0.6]},
+        "failures": {"timeout": 3, "engine": 1}, "success": {"rate": 0.375, "ci95": [0.2, 0.6]},
         "pass@k": {"1": 0.5, "2": 0.75}, "pass^k": {"1": 0.5, "2": 0.25},
     }  # fmt: skip
     said = {
-        "eval/score": 0.5, "eval/ci95": [0.4, 0.6], "eval/success_rate": 0.375, "eval/failed_share": 0.125,
+        "eval/score": 0.5, "eval/ci95": [0.4, 0.6], "eval/success_rate": 0.375, "eval/failed_share": 0.25,
         "eval/truncated_share": 0.25, "eval/pass@2": 0.75, "eval/pass^2": 0.25,
     }  # fmt: skip
     assert held_out_metrics(sampled) == said

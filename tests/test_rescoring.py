@@ -260,6 +260,17 @@ def test_failed_episodes_stay_as_they_are_and_new_failures_are_counted(folder):
     assert (result["judged"], result["skipped"], result["failures"]) == (1, {"timeout": 1}, {"environment": 1})
 
 
+def test_a_judgement_that_fails_for_good_is_not_asked_for_again(folder):
+    """It would be of the same episode."""
+    calls = folder / "calls.txt"
+    (folder / "fails.py").write_text(
+        "import envgym\n\n@envgym.reward\ndef fails(completion, answer):\n"
+        f"    with open({str(calls)!r}, 'a') as file:\n        file.write('x')\n    raise ValueError('no')\n"
+    )
+    _, result = judge(folder, [saved(["two"])], "fails.py")
+    assert (result["failures"], calls.read_text()) == ({"environment": 1}, "x")
+
+
 def test_a_record_without_its_turns_is_a_failure_of_its_own_kind():
     with pytest.raises(InvalidOutcome) as raised:
         recorded_actions(saved([]))

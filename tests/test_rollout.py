@@ -14,7 +14,7 @@ from envgym.config import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
-from envgym.rollout import Play, Runner
+from envgym.rollout import Play, Runner, apply_judgement
 from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
@@ -701,11 +701,13 @@ def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):
     assert [(episode.reward, episode.score) for episode in group.episodes] == [(1.0, 0.25), (0.0, 0.25)]
 
 
-def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(world):
-    world.on_step = lambda: ("", 3.0, True, False, {})
-    [group] = play(judged_by(world, lambda task, episodes: [1.0, None]), tasks=TASKS[:1])
-    paid = [[turn.reward for row in episode.rows for turn in row.turns] for episode in group.episodes]
-    assert (paid, [episode.reward for episode in group.episodes]) == ([[1.0], [None]], [1.0, None])
+@pytest.mark.parametrize("verdict", [1.0, None])
+def test_what_steps_paid_does_not_stand_beside_what_the_judge_pays(verdict):
+    rows = [Row([], turns=[Turn(3.0, "stop"), Turn(0.5, "stop")]), Row([], turns=[Turn(2.0, "stop")])]
+    episode = Episode("e", TASKS[0], Outcome.completed(), rows=rows, reward=5.5)
+    apply_judgement(episode, Judgement(verdict))
+    assert [[turn.reward for turn in row.turns] for row in rows] == [[None, None], [verdict]]
+    assert episode.reward == verdict
 
 
 def test_a_judge_may_say_more_than_a_reward_or_fail_at_one_member(world):

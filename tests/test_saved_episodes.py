@@ -1,5 +1,7 @@
 """Episodes in files and folders, and files that cannot be written."""
 
+from pathlib import Path
+
 import pytest
 
 from envgym.episode_record import to_record
@@ -28,10 +30,14 @@ def test_what_is_written_is_read_in_its_order(tmp_path, suffix):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_is_read_file_by_file(tmp_path):
+@pytest.mark.parametrize("falling", [False, True])
+def test_a_folder_is_read_file_by_file(tmp_path, monkeypatch, falling):
+    """By their names, however the disk lists them."""
     write_episodes(tmp_path / "step_2.parquet", [episode(0)])
     write_episodes(tmp_path / "step_1.parquet", EPISODES)
     write_episodes(tmp_path / "step_3.jsonl", [episode(3)])
+    listed = sorted(tmp_path.iterdir(), reverse=falling)
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(listed))
     assert ids(read_episodes(tmp_path)) == ["g:1", "g:0", "g:2", "g:0", "g:3"]
 
 

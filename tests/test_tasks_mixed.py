@@ -178,6 +178,14 @@ def test_a_prompt_that_one_source_holds_out_is_trained_on_in_none(write, caplog)
     assert [task.prompt for task in tasks_of(shared.test)] == ["c", "x"]
 
 
+def test_what_a_source_holds_out_itself_is_not_told_as_dropped(write):
+    a, b = write("a.jsonl", "abcdefgh"), write("b.jsonl", "stu")
+    splits = load(sources={"x": {"path": a, "test_fraction": 0.5}, "y": {"path": b, "test_fraction": 0}})
+    assert splits.test.size > 0
+    assert splits.train.size + splits.test.size == 11
+    assert splits.dropped == 0
+
+
 MANY = st.lists(st.integers(0, 60), min_size=8)
 
 

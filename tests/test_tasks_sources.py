@@ -231,6 +231,16 @@ def test_an_endless_generator_is_read_as_far_as_it_is_asked(code):
     assert prompts(splits.train, 3) == train[:3]
 
 
+def test_what_one_endless_generator_holds_out_none_trains_on(code):
+    path = f"{code(ROWS)}:forever"
+    shares = {"x": 0.4, "y": 0.1}
+    sources = {
+        name: {"path": path, "endless": True, "test_fraction": share, "weight": 1} for name, share in shares.items()
+    }
+    splits = load_tasks(DataConfig(sources=sources, answer="answer"))
+    assert not {*prompts(splits.train, 200)} & {*prompts(splits.test, 200)}
+
+
 def test_an_endless_generator_beside_a_held_out_file(code, tmp_path):
     write_jsonl(tmp_path / "test.jsonl", ["q0", "q2"])
     splits = load(f"{code(ROWS)}:forever", endless=True, test_path=str(tmp_path / "test.jsonl"))

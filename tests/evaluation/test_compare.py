@@ -1,6 +1,7 @@
 """Two evaluations side by side: what is paired, what is only noted, and the gate."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 
 from envgym.display import Display
 from envgym.errors import RunError
-from envgym.evaluation.compare import compare
+from envgym.evaluation.compare import Comparison, EnvComparison, compare
 from envgym.evaluation.folder import EvalFolder
+from envgym.evaluation.paired import paired_difference
 from envgym.evaluation.policy import new_evaluation, run_evaluation
+from envgym.evaluation.statistics import t_quantile, t_quantile_975
 from envgym.evaluation.suite import Suite
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -139,6 +142,21 @@ def test_one_environment_under_two_names_is_one(play, folder, tiny_model):
     found = compare(a, b)
     assert found.suite["n_tasks"] == 2
     assert "one of A is compared with ./one of B" in found.notes
+
+
+def test_what_a_suite_could_show_by_hand():
+    """Two environments of three tasks each: two degrees of freedom of each, and half of each one's error."""
+    a = {str(task): [0.0] for task in range(3)}
+    envs = {
+        name: EnvComparison(paired_difference(a, {str(n): [value] for n, value in enumerate(values)}), 1.0, clusters)
+        for name, values in {"one": (0.0, 0.5, 1.0), "two": (0.25, 0.5, 0.5)}.items()
+        for clusters in [{str(task): f"{name}/{task}" for task in range(3)}]
+    }
+    suite = Comparison("a", "b", envs, [], []).suite
+    error = math.hypot(*(env.paired.stderr / 2 for env in envs.values()))
+    assert suite["stderr"] == pytest.approx(error)
+    assert suite["detectable"] == pytest.approx((t_quantile_975(4) + t_quantile(0.8, 4)) * error)
+    assert (suite["n_tasks"], suite["n_clusters"]) == (6, 6)
 
 
 def test_what_a_sample_could_show_is_not_told_where_it_is_not_known(play):
