@@ -126,6 +126,44 @@ def test_a_name_that_nothing_has_is_told_with_its_nearest():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["answer", "solution"])
+def test_an_answer_that_the_data_call_otherwise_is_asked_for(write, name):
+    """It used to be None, which any comparison with it then was wrong for."""
+    rows = [{"prompt": f"p{index}", "gold label": "1"} for index in range(30)]
+    data = write("\n".join(map(json.dumps, rows)), "rows.jsonl")
+    function = {"answer": lambda completion, answer: 1.0, "solution": lambda completion, solution: float(solution)}[
+        name
+    ]
+    function.__name__ = "right"
+    says = rf"right takes '{name}', and the tasks have no answer: data.answer=FIELD says .* \(they have 'gold label'\)"
+    with pytest.raises(ConfigError, match=says):
+        step(spec_of(envgym.reward(function), data={"path": str(data)}))
+    spec = spec_of(envgym.reward(function), data={"path": str(data), "answer": "gold label"})
+    assert step(spec, task=Task("t", prompt="p", answer="1"))[1][1] == 1.0
+    with pytest.raises(DataError, match="task u has no answer, which right takes"):  # of one row without
+        step(spec, task=Task("u", prompt="p"))
+    function.__environment__.given_tasks = rows
+    with pytest.raises(ConfigError, match=r"have no answer: call that field of them 'answer'"):
+        step(spec_of(function))
+
+
+def test_an_answer_with_a_default_may_be_missing():
+    @envgym.reward(tasks=[{"prompt": "p"}, {"prompt": "q"}])
+    def any_answer(completion, answer=None):
+        return float(answer is None)
+
+    assert step(spec_of(any_answer), task=Task("t", prompt="p"))[1][1] == 1.0
+
+
+def test_no_field_is_proposed_that_no_parameter_can_be_called():
+    @envgym.reward(tasks=[{"prompt": "p", "gold label": "1", "class": 2}] * 2)
+    def graded(completion, gold_label):
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"task.fields: 'gold label', 'class'\)\.$"):
+        step(spec_of(graded))
+
+
 def test_a_row_without_the_field_fails_that_task_alone():
     @envgym.reward(tasks=[{"prompt": "p", "hint": "h"}, {"prompt": "q", "hint": "h"}])
     def hinted(hint):

@@ -135,9 +135,9 @@ class RewardSpec(DataEnvSpec):
 
     async def setup(self) -> None:
         await super().setup()
-        train = self.tasks("train")
-        if train.size != 0:
-            self._parameters.check(await train.get(0), self._aliases)
+        for tasks in (self.tasks(split) for split in ("train", "test")):
+            if tasks.size != 0:
+                self._parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
                 "envgym.rewards.host:FunctionHost",

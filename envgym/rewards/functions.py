@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
@@ -39,15 +40,27 @@ class Parameters:
             else:
                 self._optional.append(parameter.name)
 
-    def check(self, task: Task, aliases: Mapping[str, str]) -> None:
-        """Raise `ConfigError` where the function takes what a task like this does not have."""
-        known = [*ARGUMENTS, *task.fields]
+    def check(self, task: Task, aliases: Mapping[str, str], *, from_data: bool) -> None:
+        """Raise `ConfigError` where the function takes what a task like this does not have. `from_data`: its row was
+        read as `data.*` say."""
+        known = [name for name in (*ARGUMENTS, *task.fields) if name.isidentifier() and not iskeyword(name)]
         for name in self._required:
-            if name not in known and name not in aliases:
+            if self._is_answer(name, task, aliases) and task.answer is None:
+                named = "data.answer=FIELD says which field it is" if from_data else "call that field of them 'answer'"
                 raise ConfigError(
-                    f"reward function {self.function} takes {name!r}, which is none of {', '.join(known)}."
-                    f"{did_you_mean(name, known)}"
+                    f"reward function {self.function} takes {name!r}, and the tasks have no answer: {named} (they have "
+                    f"{', '.join(map(repr, task.fields)) or 'no field but the prompt'})"
                 )
+            if name not in known and name not in aliases:
+                others = [field for field in task.fields if field not in known]
+                by_task = f" (what no parameter can be called is in task.fields: {', '.join(map(repr, others))})"
+                raise ConfigError(
+                    f"reward function {self.function} takes {name!r}, which is none of {', '.join(known)}"
+                    f"{by_task if others else ''}.{did_you_mean(name, known)}"
+                )
+
+    def _is_answer(self, name: str, task: Task, aliases: Mapping[str, str]) -> bool:
+        return name not in task.fields and aliases.get(name, name) == "answer"
 
     def pick(self, task: Task, aliases: Mapping[str, str], **given: Any) -> dict[str, Any]:
         """The arguments to call it with. `given` are values of `ARGUMENTS` that the task does not hold; `aliases` are
@@ -56,6 +69,8 @@ class Parameters:
         values = {alias: own[name] for alias, name in aliases.items()} | dict(task.fields) | own
         if missing := [name for name in self._required if name not in values]:
             raise DataError(f"task {task.id} has no field {missing[0]!r}, which {self.function} takes")
+        if task.answer is None and any(self._is_answer(name, task, aliases) for name in self._required):
+            raise DataError(f"task {task.id} has no answer, which {self.function} takes")
         if self._takes_any:
             return dict(task.fields) | own | {name: values[name] for name in self._required}
         return {name: values[name] for name in (*self._required, *self._optional) if name in values}

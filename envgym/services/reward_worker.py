@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, missing_package
+from envgym.render import make_renderer
+from envgym.types import Observation, as_messages
 
 Text = str | list[dict[str, Any]]
 """A conversation as plain text or in the form that chat templates take."""
@@ -19,9 +21,11 @@ class RewardWorker:
         worker = RewardWorker("path/or/hub-id")
         [(reward, tokens, cut)] = worker.score(["question and answer"])
 
-    The reward is read where transformers reads it: at the last token that is not the padding token. Padding goes to
-    the right and is masked, so a reward does not depend on what shares its batch, but for rounding; `deterministic`
-    puts each conversation through alone, which leaves none.
+    The reward is read where transformers reads it: at the last token that is not the padding token, of all that the
+    chat template writes. A model whose config has `reward_at: end_of_turn`, as those trained here do, reads the tokens
+    that a row of the conversation has: they end with the token that ends the turn, whatever a template writes after
+    it, and the reward is that token's. Padding goes to the right and is masked, so a reward does not depend on what
+    shares its batch, but for rounding; `deterministic` puts each conversation through alone, which leaves none.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class RewardWorker:
         self._config = loaded.config.get_text_config()
         self._model = _offloaded(loaded, self._device) if offload else loaded.to(self._device)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        reads_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn"
+        self._renderer = make_renderer("auto", self._tokenizer) if reads_rows else None
         self._max_length = max_length or _limit(self._config, self._tokenizer)
         self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
 
@@ -90,6 +96,10 @@ class RewardWorker:
     def _encode(self, text: Text) -> list[int]:
         tokenizer = self._tokenizer
         if not isinstance(text, str):
+            if self._renderer is not None and text and text[-1]["role"] == "assistant":
+                *before, said = as_messages(text)
+                dialogue = self._renderer.dialogue()
+                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.demonstrate(said)]
             if tokenizer.chat_template:
                 rendered = tokenizer.apply_chat_template(text, tokenize=False)
                 return list(tokenizer.encode(rendered, add_special_tokens=False))  # templates write them themselves
@@ -113,10 +123,10 @@ class RewardWorker:
     def _forward(self, batch: Sequence[list[int]]) -> list[float]:
         import torch
 
-        padding = self._config.pad_token_id
+        padding = self._config.pad_token_id if self._renderer is None else None
         if padding is None:
-            # transformers takes whatever equals the padding token at the end for padding. Without one of its own the
-            # model reads the very last token, so we pad with one that occurs in none of these.
+            # transformers takes whatever equals the padding token at the end for padding. Without one of its own, or
+            # trained here, the model reads the very last token, so we pad with one that occurs in none of these.
             used = {token for ids in batch for token in ids}
             padding = next(token for token in range(len(used) + 1) if token not in used)
         length = max(map(len, batch))

@@ -137,6 +137,7 @@ def load_model(
         if head == "scalar":
             factory = transformers.AutoModelForTokenClassification
             config.num_labels = 1
+            config.reward_at = "end_of_turn"  # rows end there, and so what is trained on them is to be read there
             config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
         # Without flash kernels transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) if attention == "auto" else attention

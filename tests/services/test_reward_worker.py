@@ -1,12 +1,18 @@
 """What a reward model says of a conversation is what transformers says of it, alone or in a batch."""
 
+import asyncio
 import json
 import shutil
 
 import pytest
 
+from envgym.agent import AgentConfig
+from envgym.agents.replay import Replay
+from envgym.env import Env, EnvSpec
 from envgym.errors import ConfigError
+from envgym.render import load_tokenizer, make_renderer
 from envgym.services.reward_worker import RewardWorker
+from envgym.types import Observation, Task, as_messages
 
 TEXTS = ["what is 12 + 34?", "the answer is 46.", "a", "what is twelve plus thirty-four? the answer is forty-six." * 3]
 CONVERSATION = [{"role": "user", "content": "what is 12 + 34?"}, {"role": "assistant", "content": "the answer is 46"}]
@@ -73,6 +79,66 @@ def test_plain_text_ends_with_one_end_of_sequence_token(worker):
 def test_a_conversation_goes_through_the_models_own_template(worker, by_transformers):
     rendered = "<|im_start|>user\nwhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\nthe answer is 46<|im_end|>\n"
     assert rewards(worker, [CONVERSATION]) == pytest.approx([by_transformers(rendered)], abs=1e-5)
+
+
+@pytest.fixture
+def trained_here(tiny_model, tmp_path):
+    """A scalar head as a learner here trains it, and the folder that a run leaves of it."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from envgym.workers.network import TokenScorer, load_model
+
+    torch.manual_seed(2)
+    model = load_model(str(tiny_model), "scalar", torch.float32).eval()
+    folder = tmp_path / "trained"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return TokenScorer(model, "scalar"), folder
+
+
+def row_of(folder, messages):
+    """The tokens of a conversation as an episode that replays it has them."""
+    *before, said = as_messages(messages)
+
+    class Shown(EnvSpec):
+        def demonstrations(self, task, seed):
+            return [said]
+
+    class Poses(Env):
+        async def reset(self, *, seed=None, options=None):
+            return Observation(messages=tuple(before)), {}
+
+        async def step(self, action):
+            raise AssertionError("nothing is asked of it")
+
+    agent = Replay(make_renderer("auto", load_tokenizer(str(folder))), AgentConfig())
+    episode = asyncio.run(agent.run(Shown("Shown-v0", Poses).make(), Task("t"), None, seed=0))
+    return episode.rows[0].token_ids
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])
+def test_a_model_that_was_trained_here_is_read_where_its_rows_end(trained_here, worker, pad):
+    """ChatML writes a newline after the token that ends the turn; no row of ours does."""
+    import torch
+
+    scorer, folder = trained_here
+    config = json.loads((folder / "config.json").read_text())
+    pad_id = load_tokenizer(str(folder)).convert_tokens_to_ids(pad)
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": pad_id}))
+    longer = [*CONVERSATION, {"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer is a"}]
+    conversations = [CONVERSATION, longer]
+    rows = [row_of(folder, conversation) for conversation in conversations]
+    expected = []
+    for row in rows:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            told = scorer(ids, torch.tensor([len(row)]), torch.ones_like(ids, dtype=torch.bool), torch.ones(ids.shape))
+        expected.append(float(told["values"][0, -1]))
+    scored = RewardWorker(str(folder), batch_size=4).score(conversations)
+    assert [tokens for _, tokens, _ in scored] == [len(row) for row in rows]
+    assert [reward for reward, _, _ in scored] == pytest.approx(expected, abs=1e-5)
+    assert [tokens for _, tokens, _ in worker.score(conversations)] == [len(row) + 1 for row in rows]  # and a newline
 
 
 def test_without_a_template_the_answer_follows_the_prompt(tiny_reward_model, tmp_path, worker):
