@@ -290,6 +290,42 @@ def test_equal_questions_are_graded_once(monkeypatch):
     assert len(asked) == 1
 
 
+def test_what_could_not_be_graded_is_graded_anew_and_what_could_is_kept(monkeypatch):
+    """A deadline that passes on a busy machine is no verdict on the answer."""
+    asked = []
+
+    class Busy:
+        def __init__(self, niceness):
+            pass
+
+        def ask(self, request, timeout):
+            asked.append(request["answer"])
+            if len(asked) == 1:
+                raise TimeoutError
+            if len(asked) == 2:
+                raise WorkerError("it did not start")
+            return {"correct": True}
+
+        def kill(self):
+            pass
+
+        close = kill
+
+    monkeypatch.setattr(grader, "Worker", Busy)
+
+    async def main():
+        async with envgym.spec("math_verify", grader_processes=1) as spec:
+            late = await spec.grade("1+x", "x+1")
+            with pytest.raises(WorkerError):
+                await spec.grade("1+x", "x+1")
+            return late, await spec.grade("1+x", "x+1"), await spec.grade("1+x", "x+1")
+
+    late, graded, again = asyncio.run(main())
+    assert (late.correct, late.failure) == (False, "timeout")
+    assert (graded.correct, graded.failure) == (again.correct, again.failure) == (True, "")
+    assert asked == ["1+x"] * 3
+
+
 def test_a_killed_process_is_replaced_and_its_answer_tried_again():
     async def main():
         async with envgym.spec("math_verify", grader_processes=1, grader_timeout=20) as spec:

@@ -82,6 +82,22 @@ def test_the_reward_is_the_weighted_sum_of_models_and_endpoints(tiny_reward_mode
     }
 
 
+def test_scores_that_repeat_the_reward_are_none_of_the_servers_own(prompts, serving):
+    """Of rewards 1 and -1 the wins alone would have a score."""
+
+    async def main(said):
+        async def handler(request):
+            return web.json_response(said)
+
+        async with serving(handler) as url:
+            spec = RewardModelEnvSpec("remote", data=prompts, endpoints=url)
+            async with start_services(spec):
+                return (await played(spec))[1].get("score")
+
+    assert asyncio.run(main({"rewards": [1.0], "scores": [1.0]})) is None
+    assert asyncio.run(main({"rewards": [1.0], "scores": [0.75]})) == 0.75
+
+
 def test_a_model_that_says_nothing_is_no_reward(tiny_reward_model, prompts, serving, monkeypatch):
     monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
 

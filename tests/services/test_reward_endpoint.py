@@ -66,6 +66,20 @@ def test_the_request_is_the_seeds_form(serving, tmp_path):
     assert seen[2][2]["query"] == [CONVERSATION]
 
 
+def test_what_looks_like_a_place_in_the_template_stays_as_it_was_said(serving):
+    """A prompt about templates must not be filled with the answer, nor an answer, which the policy writes, with the
+    prompt."""
+    seen = []
+
+    async def handler(request):
+        seen.extend((await request.json())["query"])
+        return web.json_response({"rewards": [0.0]})
+
+    said = [{"role": "user", "content": "{answer} {prompt}?"}, {"role": "assistant", "content": "{prompt} {answer}!"}]
+    ask(serving, handler, lambda client: client.assess(said), template="<{prompt}|{answer}|{prompt}>")
+    assert seen == ["<{answer} {prompt}?|{prompt} {answer}!|{answer} {prompt}?>"]
+
+
 def test_servers_share_the_work_and_none_gets_an_empty_list(serving):
     shares = {"a": [], "b": [], "c": []}
 
