@@ -20,6 +20,7 @@ import yaml
 from . import event_loop
 from .config import RunConfig, StageConfig, resolve
 from .errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write
+from .evaluation.held_out import has_held_out
 from .folder_lock import held
 from .models import fetch_model
 from .placement import Place, prepared, start_parts
@@ -172,13 +173,14 @@ async def _run_stage(
     trainer: Trainer | None = None
     place: Place | None = None
     interrupts = _Interrupts(display)
-    status = "failed"
+    status, is_held_out = "failed", True
     try:
         with interrupts:
             display.phase(f"setting up {stage.env.name}")
             async with AsyncExitStack() as stack:
                 # The environment first: a bad data file is told before anything long begins.
                 place = await stack.enter_async_context(prepared(config, stage, folder))
+                is_held_out = has_held_out(place.spec, needed=bool(stage.eval.every))
                 model = model or await fetch_model(stage.model, config, display)
                 for own in stage.roles.values():
                     own.model = own.model and await fetch_model(own.model, config, display)
@@ -228,7 +230,7 @@ async def _run_stage(
         status = "stopped"
         raise
     finally:
-        summary = _summary(config, trainer, kept, status, began)
+        summary = _summary(config, trainer, kept, status, began) | ({} if is_held_out else {"held_out_tasks": 0})
         if place is not None and place.services.names:
             summary["services"] = dict(place.services.counters)
         # A disk that is full has been told of where it ended the run; a run that got to its end can still say so.

@@ -194,13 +194,18 @@ def test_a_taken_port_says_so(run):
         (["--env", "math_verify", "--model", "/nowhere"], "/nowhere does not exist"),
         (["--env", "math_verify", "--model", "empty"], "empty holds no model: there is no config.json in it"),
         (["--env", "math_verify", "--model", "MODEL", "data.path=bad.jsonl"], "bad.jsonl:2: not JSON"),
+        (
+            ["--env", "math_verify", "--model", "MODEL", "data.path=good.jsonl", "data.test_fraction=0"],
+            "no held-out tasks: set eval.every=0",
+        ),
         (["--env", "http://127.0.0.1:9", "--model", "MODEL"], "http://127.0.0.1:9: nothing answers there"),
     ],
-    ids=["no model", "no model in the folder", "malformed row", "no server"],
+    ids=["no model", "no model in the folder", "malformed row", "nothing held out", "no server"],
 )
 def test_what_only_a_start_can_tell_is_one_line_too(run, tmp_path, tiny_model, words, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": oops}\n')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     result = run("train", "--name", "first", *(tiny_model if word == "MODEL" else word for word in words))
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()

@@ -74,6 +74,7 @@ def test_what_a_run_does_not_have_is_not_said(summary):
     summary |= {"eval": {}, "failures": {}, "tokens": {"sampled": 0, "trained": 10}}
     del summary["picture"]
     assert dict(summary_lines(summary)).keys() == {"run", "time", "tokens", "folder", "next"}
+    assert "next" not in dict(summary_lines({**summary, "held_out_tasks": 0}))  # nothing can be evaluated on
 
 
 def test_a_run_that_stopped_before_its_second_evaluation_has_no_after(summary):

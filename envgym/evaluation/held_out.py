@@ -9,7 +9,7 @@ from typing import Any
 from envgym.config import EvalConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
-from envgym.errors import RunError
+from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner
 from envgym.rollout import Play
 from envgym.types import Group, Task
@@ -18,6 +18,19 @@ from envgym.workers.group import WorkerGroup
 from .result import result_of
 
 Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
+
+
+def has_held_out(spec: EnvSpec, *, needed: bool) -> bool:
+    """Whether there is something to evaluate on. Raises `EnvgymError` where it is `needed` and is not there."""
+    try:
+        is_there = spec.tasks("test").size != 0
+    except EnvgymError:
+        if needed:
+            raise
+        return False
+    if needed and not is_there:
+        raise RunError(f"environment {spec.id} has no held-out tasks: set eval.every=0 to train without")
+    return is_there
 
 
 class HeldOut:
@@ -33,9 +46,8 @@ class HeldOut:
     async def tasks(self) -> list[Task]:
         if not self._tasks:
             test = self._spec.tasks("test")
+            has_held_out(self._spec, needed=True)
             count = self._config.tasks if test.size is None else min(self._config.tasks, test.size)
-            if not count:
-                raise RunError(f"environment {self._spec.id} has no held-out tasks: set eval.every=0 to train without")
             self._tasks = [await test.get(index) for index in range(count)]
         return self._tasks
 

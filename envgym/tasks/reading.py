@@ -43,6 +43,11 @@ class TaskReader:
         self._prefix = prefix
         self._fields: tuple[str | None, str | None] | None = None
 
+    @property
+    def reads_whole_rows(self) -> bool:
+        """Whether a task is all of its row, of which the prompt may say little."""
+        return self._form is not None
+
     def read(self, row: Row, where: str, name: str) -> Task:
         """The task of `row`, called `name` where no field says; `where` is its file and line, for messages."""
         return self._read(row, where, name)[0]
@@ -121,10 +126,14 @@ def prompt_key(task: Task) -> int:
     return _key(as_messages(task.prompt))
 
 
+def key_of(text: str) -> int:
+    """A number that stands for `text`, the same on every machine."""
+    return int(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:15], 16)
+
+
 def _key(messages: Iterable[Message]) -> int:
     words = [f"{message.role} {' '.join(message.text.split())}" for message in messages]
-    digest = hashlib.sha256("\n".join(words).encode("utf-8", "surrogatepass")).hexdigest()
-    return int(digest[:15], 16)
+    return key_of("\n".join(words))
 
 
 def _first(row: Row, names: Sequence[str], role: str, where: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from array import array
@@ -20,7 +21,7 @@ from .config import DataConfig, SourceConfig, is_generator
 from .folders import open_rows, test_split_of
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved
-from .reading import KEYS, Form, TaskReader
+from .reading import KEYS, Form, TaskReader, key_of
 from .rows import Rows
 
 _Reader = Callable[..., TaskReader]
@@ -99,6 +100,18 @@ class _File:
         if not self.keys:
             raise DataError(f"{path} holds no rows")
 
+    @property
+    def is_a_game(self) -> bool:
+        """Whether the rows are another program's and all say the same: what is played is drawn at each reset."""
+        return self.reader.reads_whole_rows and len(set(self.keys)) == 1
+
+    def tell_rows_apart(self) -> None:
+        """Let keys be those of whole rows; where these are all the same as well, each row is one of its own."""
+        keys = [key_of(json.dumps(row, sort_keys=True, default=str)) for row in self.rows]
+        if len(set(keys)) == 1:
+            keys = [key_of(f"{self.path} {index}") for index in range(len(keys))]
+        self.keys = array("Q", keys)
+
     def tasks(self, indices: Sequence[int] | None = None) -> RowTasks:
         return RowTasks(self.rows, self.reader, range(len(self.rows)) if indices is None else indices)
 
@@ -140,10 +153,19 @@ class _Finite(_Source):
         super().__init__(settings, prefix, reader)
         self._file = _File(self.path, settings.split, settings, prefix, reader, settings.limit)
         self._own: set[int] = set()
+        self._is_a_game = self._file.is_a_game
+        if self._is_a_game:
+            self._file.tell_rows_apart()
 
     def hold_out(self, held_out: _HeldOut) -> TaskSet:
         if (test := self.named_test()) is not None:
+            if self._is_a_game:
+                test.tell_rows_apart()
             return test.into(held_out)
+        if self._is_a_game and len(self._file.keys) == 1 and self.settings.test_fraction:
+            # The one row there is, under another name, by which other seeds are drawn.
+            own = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
+            return RowTasks(self._file.rows, own, range(1))
         self._own = self._share()
         held_out.keys |= self._own
         return self._file.tasks(array("Q", (i for i, key in enumerate(self._file.keys) if key in self._own)))
@@ -172,7 +194,7 @@ class _Finite(_Source):
         if len(keys) == 1:
             raise DataError(
                 f"{self.path}: all rows have one prompt, so none can be held out: "
-                "set data.test_path, or data.test_fraction=0 to train without"
+                "set data.test_path, or data.test_fraction=0 (and eval.every=0) to train without"
             )
         # Of a handful of prompts the share may be none or all: keep one on either side.
         return ({key for key in keys if key < fraction * KEYS} | {min(keys)}) - {max(keys)}

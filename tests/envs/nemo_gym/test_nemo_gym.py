@@ -115,6 +115,41 @@ def test_a_row_is_a_task_and_is_kept_whole(serving, path):
     assert other.prompt == (Message.of("user", "What is a hall?"),)
 
 
+def game(copies, **more):
+    """Rows with the same prompt for all."""
+    return [
+        {"responses_create_params": {"input": "Play."}, **{k: v(n) for k, v in more.items()}} for n in range(copies)
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [game(20, table=str), game(20), game(1)],
+    ids=["rows that differ", "rows that are all the same", "one row"],
+)
+def test_rows_that_share_one_prompt_are_held_out_all_the_same(serving, tmp_path, rows):
+    """By the row, or where that says nothing either by its name, from which seeds are drawn."""
+    file, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    for path, written in ((file, rows), (other, game(3, table=lambda n: f"other {n}"))):
+        path.write_text("".join(json.dumps(row) + "\n" for row in written))
+
+    async def tasks(**data):
+        async with serving(tools_server()) as url, envgym.spec("nemo_gym", url=url, data=data) as spec:
+            return [
+                [await spec.tasks(split).get(n) for n in range(spec.tasks(split).size)] for split in ("train", "test")
+            ]
+
+    train, test = asyncio.run(tasks(path=str(file)))
+    assert test
+    assert train
+    assert len(train) + len(test) == max(2, len(rows))
+    assert not {task.key for task in train} & {task.key for task in test}
+    if "table" in rows[0]:
+        assert not {task.fields["table"] for task in train} & {task.fields["table"] for task in test}
+    train, test = asyncio.run(tasks(path=str(file), test_path=str(other)))
+    assert (len(train), len(test)) == (len(rows), 3)
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
