@@ -81,7 +81,7 @@ def alive(pid):
 
 def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
     async def body(pool):
-        pids = await asyncio.gather(*(pool.call("block", 0.1, timeout=10) for _ in range(6)))
+        pids = await asyncio.gather(*(pool.call("block", 0.1, timeout=60) for _ in range(6)))
         assert len(set(pids)) == 2
         return pids
 
@@ -92,11 +92,11 @@ def test_one_call_at_a_time_in_each_and_nothing_is_left(run, tmp_path):
 
 def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run, tmp_path):
     async def body(pool):
-        before = await pool.call("pid", timeout=10)
+        before = await pool.call("pid", timeout=60)
         with pytest.raises(CallTimeout, match=r"test-pool-0: block took longer than 0\.3 s"):
             await pool.call("block", 60, timeout=0.3)
         assert not alive(before)
-        assert await pool.call("pid", timeout=10) != before
+        assert await pool.call("pid", timeout=60) != before
 
     run(body, logs=str(tmp_path / "logs"))
 
@@ -104,12 +104,12 @@ def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run
 def test_what_a_method_raises_and_a_death_are_outcomes(run, tmp_path):
     async def body(pool):
         with pytest.raises(InvalidOutcome, match=r"ValueError: two lines \(log: ") as failed:
-            await pool.call("fail", timeout=10)
+            await pool.call("fail", timeout=60)
         assert (failed.value.kind, failed.value.retryable) == ("environment", False)
         with pytest.raises(InvalidOutcome, match=r"exit status 3.*last line: last words") as died:
-            await pool.call("die", timeout=10)
+            await pool.call("die", timeout=60)
         assert (died.value.kind, died.value.retryable) == ("crash", True)
-        assert await pool.call("pid", timeout=10)
+        assert await pool.call("pid", timeout=60)
 
     run(body, logs=str(tmp_path / "logs"))
 
@@ -118,7 +118,7 @@ def test_one_that_does_not_start_again_is_no_end_of_the_run(run, tmp_path):
     async def body(pool):
         for _ in range(2):
             with pytest.raises(InvalidOutcome) as died:
-                await pool.call("die", timeout=10)
+                await pool.call("die", timeout=60)
             assert died.value.kind == "crash"
 
     run(body, logs=str(tmp_path / "logs"), mark=str(tmp_path / "mark"))
@@ -133,7 +133,7 @@ def test_a_caller_that_gives_up_has_the_process_checked(run, tmp_path):
     """One that only waits lives on; one that does not react is replaced. The pool is not held up by either."""
 
     async def body(pool):
-        first = await pool.call("pid", timeout=10)
+        first = await pool.call("pid", timeout=60)
         for method in ("wait", "block"):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(pool.call(method, 600, timeout=1000), 0.2)

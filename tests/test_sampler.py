@@ -51,7 +51,7 @@ def play(turns, concurrency):
         waves, slots = Waves(engine, len(turns), concurrency), asyncio.Semaphore(concurrency)
         await asyncio.gather(*(episode(i, n, waves, slots) for i, n in enumerate(turns)))
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
     return engine.waves
 
 
@@ -106,7 +106,7 @@ def test_a_request_given_up_neither_completes_a_wave_nor_is_sampled():
         assert engine.waves == []
         await asyncio.gather(again, waves.generate(Request("b.0", (1,), SAMPLING)))
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert engine.waves == [["a.1", "b.0"]]
 
 
@@ -120,7 +120,7 @@ def test_what_the_engine_raises_reaches_each_episode_that_asked():
         asked = (waves.generate(Request(name, (1,), SAMPLING)) for name in "ab")
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    errors = asyncio.run(asyncio.wait_for(main(), 10))
+    errors = asyncio.run(asyncio.wait_for(main(), 60))
     assert [(type(error), str(error)) for error in errors] == [
         (WorkerDied, "the engine died before a"),
         (WorkerDied, "the engine died before b"),

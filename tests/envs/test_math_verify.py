@@ -404,9 +404,9 @@ asyncio.run(main())
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) >= 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a grading process outlived its parent by 10 s"
+        assert time.monotonic() < deadline, "a grading process outlived its parent by a minute"
         time.sleep(0.02)
 
 

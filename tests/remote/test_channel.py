@@ -280,7 +280,7 @@ def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channe
                 await fill(asking)
                 if then == "it says nonsense":
                     await asking.socket.send_str("a text")
-                for _ in range(100):
+                for _ in range(3000):
                     left = [task.get_coro().cr_code.co_filename for task in asyncio.all_tasks() - before]
                     if not any("/envgym/" in file for file in left):
                         return

@@ -108,7 +108,7 @@ async def counted(url: str, name: str) -> int:
 
 async def emptied(url: str) -> bool:
     """Whether the server has no session any more, at once or within a lease."""
-    for _ in range(50):
+    for _ in range(600):
         if await counted(url, "envgym_sessions") == 0:
             return True
         await asyncio.sleep(0.1)

@@ -56,7 +56,7 @@ async def played_on(spec: EnvSpec) -> str:
 
 
 async def until_played_on(spec: EnvSpec, url: str) -> None:
-    for _ in range(200):
+    for _ in range(3000):
         if await played_on(spec) == url:
             return
         await asyncio.sleep(0.02)
@@ -109,7 +109,7 @@ def test_a_lease_that_ended_is_renewed_no_more(start):
             await asyncio.gather(kept.reset(seed=1), left.reset(seed=1))
             [replica] = spec.replicas._replicas
             replica.leases.end(left._session)
-            for _ in range(50):
+            for _ in range(1200):
                 await asyncio.sleep(0.05)
                 if await counted(server.url, "envgym_sessions") == 1:
                     break
@@ -261,7 +261,7 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
                     await asyncio.sleep(0.01)
             assert [task.done() for task in begun].count(True) == 1
             await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={port}")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await asyncio.gather(*begun)
             assert [replica.taken for replica in spec.replicas._replicas] == [1, 4]
             await asyncio.gather(*(env.close() for env in envs))

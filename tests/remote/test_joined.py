@@ -51,7 +51,7 @@ class Joined:
                 stdout=log, stderr=log, env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
 
-    def says(self, what: str, seconds: float = 20.0) -> bool:
+    def says(self, what: str, seconds: float = 60.0) -> bool:
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None and what not in self.log.read_text():
             time.sleep(0.05)
@@ -89,7 +89,7 @@ def spec_at(port: int, **settings: Any) -> Any:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(400):
+    for _ in range(1200):
         if condition():
             return
         await asyncio.sleep(0.05)

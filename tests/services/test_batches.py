@@ -95,6 +95,6 @@ def test_closing_tells_those_who_wait():
         await batcher.close()
         for task in waiting:
             with pytest.raises(Exception, match="was closed"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 60)
 
     asyncio.run(main())

@@ -42,7 +42,7 @@ class HttpServer:
         # Under the guard, so that it ends even where the tests are killed.
         command = [sys.executable, GUARD, str(os.getpid()), sys.executable, PROGRAM, "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -90,7 +90,7 @@ def alive(pid):
         return False
 
 
-def gone(pid, seconds=5.0):
+def gone(pid, seconds=60.0):
     deadline = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -315,7 +315,7 @@ def test_a_session_belongs_to_its_event_loop():
 # -- nothing is left --------------------------------------------------------------------------------------
 
 
-def left_over(seconds=5.0):
+def left_over(seconds=60.0):
     """Servers on standard streams that this process started and that run on."""
 
     def running():

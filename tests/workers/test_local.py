@@ -124,7 +124,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids, seconds=10.0):
+def wait_until_gone(pids, seconds=60.0):
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
