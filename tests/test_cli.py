@@ -64,11 +64,11 @@ def error_of(result) -> str:
 def test_help_names_every_command_and_exits_0(run, arguments):
     result = run(*arguments)
     assert (result.returncode, result.stderr) == (0, "")
-    for command in ("train", "eval", "envs", "serve", "config", "model", "runs"):
+    for command in ("train", "eval", "envs", "serve", "config", "model", "runs", "show"):
         assert re.search(rf"^  {command} +\w", result.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "envs", "serve", "config", "model", "runs"])
+@pytest.mark.parametrize("command", ["train", "eval", "envs", "serve", "config", "model", "runs", "show"])
 def test_help_of_a_command_holds_an_example_of_it(run, command):
     result = run(command, "--help")
     assert (result.returncode, result.stderr) == (0, "")

@@ -61,6 +61,7 @@ def test_a_run_ends_with_what_it_came_to(summary):
         "failures": "timeout 3, env_error 1",
         "folder": "runs/first",
         "picture": "runs/first/curve.png",
+        "episodes": "envgym show runs/first",
         "next": "envgym eval --config runs/first/config.yaml --model runs/first",
     }
 

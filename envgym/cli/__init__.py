@@ -27,6 +27,7 @@ COMMANDS = {
     "config": "print what would run, without starting anything",
     "model": "make a model from a recipe, or from an adapter and its base",
     "runs": "list run folders with their results",
+    "show": "print episodes of a run as people read them",
 }
 
 _LISTED = "\n".join(f"  {name:<{max(map(len, COMMANDS)) + 2}}{summary}" for name, summary in COMMANDS.items())

@@ -1,0 +1,162 @@
+"""`envgym show`: episodes as people read them, of a run's step, an evaluation, or a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envgym.errors import ConfigError, DataError, did_you_mean
+
+from .failures import Invocation
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from envgym.types import Episode, Message
+
+COUNT = 4
+"""Episodes that are shown unless told otherwise."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey instead of showing it."""
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "show",
+        "RUN [--step N] [--task KEY] [--count N]",
+        "Print episodes as people read them. RUN is a run (its name or folder), an evaluation, or a file of episodes.\n"
+        "Of a run those of its last step are shown, if no other is named.",
+        "envgym show first --step 3",
+    )
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run, an evaluation, or a file of episodes")
+    parser.add_argument("--step", metavar="N", help="the step of the run (default: the last)")
+    parser.add_argument("--task", metavar="KEY", help="every episode of this task")
+    parser.add_argument("--count", metavar="N", help=f"episodes (default: {COUNT}, or all of --task)")
+    options, words = parser.parse_with_words(arguments)
+    if options.run is None:
+        raise ConfigError("envgym show is followed by a run. See: envgym show --help")
+    if words:
+        raise ConfigError(f"envgym show has no settings: leave out {words[0]!r}. See: envgym show --help")
+    step = None if options.step is None else _number("--step", options.step)
+    count = None if options.count is None else _number("--count", options.count)
+
+    from rich.console import Console
+
+    path, where = _find(options.run, step)
+    episodes, said = _choose(path, where, options.task, count)
+    console = Console()
+    for episode in episodes:
+        _show(console, episode)
+    console.out(said, style="dim", highlight=False)
+    return 0
+
+
+def _number(option: str, given: str) -> int:
+    if not given.isascii() or not given.isdigit():
+        raise ConfigError(f"{option} is followed by a number, not {given!r}")
+    return int(given)
+
+
+# -- which ------------------------------------------------------------------------------------------------
+
+
+def _find(given: str, step: int | None) -> tuple[Path, str]:
+    """The file or folder that the episodes are in, and what it is, for people."""
+    from envgym.config import RunConfig
+
+    places = [RunConfig.model_fields[name].default for name in ("runs_dir", "evals_dir")]
+    path = next((path for path in (*(Path(place, given) for place in places), Path(given)) if path.exists()), None)
+    if path is None:
+        known = [folder.name for place in places for folder in Path(place).glob("*/")]
+        raise ConfigError(f"there is no run {given!r} (see: envgym runs).{did_you_mean(given, known)}")
+    stages = [path, *sorted(path.glob("[0-9]*-*/"), key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
+    files = next((found for stage in stages if (found := _steps(stage))), {})
+    if files:
+        step = max(files) if step is None else step
+        if step not in files:
+            raise ConfigError(f"{path} has no episodes of step {step}: there are those of {_span(sorted(files))}")
+        return files[step], f"step {step}"
+    if step is not None:
+        raise ConfigError(f"{path} has no steps with episodes: leave out --step")
+    if (path / "checkpoints").is_dir():
+        raise ConfigError(f"{path} holds no episodes: it has taken no step, or learned from recorded data only")
+    return path, str(path)
+
+
+def _steps(stage: Path) -> dict[int, Path]:
+    """The files of a stage's rollouts, by step."""
+    return {int(path.stem.removeprefix("step_")): path for path in stage.glob("rollouts/step_*.parquet")}
+
+
+def _span(steps: Sequence[int]) -> str:
+    whole = steps[-1] - steps[0] == len(steps) - 1
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"steps {steps[0]} to {steps[-1]}" if whole else f"steps {', '.join(map(str, steps))}"
+
+
+def _choose(path: Path, where: str, task: str | None, count: int | None) -> tuple[list[Episode], str]:
+    """The episodes to show, and a line about the others."""
+    from envgym.saved_episodes import read_episodes
+
+    every = read_episodes(path)
+    keys = list(dict.fromkeys(episode.task.key for episode in every))
+    if task is not None:
+        episodes = [episode for episode in every if task in (episode.task.key, episode.task.id)]
+        if not episodes:
+            raise DataError(f"{where} has no episode of task {task!r}.{did_you_mean(task, keys)} {_some(keys)}")
+        return episodes[:count], f"{len(episodes[:count])} of {len(episodes)} episodes of task {task} in {where}"
+    shown = every[: COUNT if count is None else count]
+    return shown, f"{len(shown)} of {len(every)} episodes of {where}; others with --task KEY, --count N. {_some(keys)}"
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return f"Its tasks: {', '.join(map(_printable, keys[:8]))}{more}"
+
+
+# -- how --------------------------------------------------------------------------------------------------
+
+
+def _show(console: Console, episode: Episode) -> None:
+    def say(text: str, style: str | None = None) -> None:
+        console.out(_printable(text), style=style, highlight=False)
+
+    say(f"--- task {episode.task.key}, episode {episode.id}", "dim")
+    for message in episode.messages:
+        say(f"{_who(message)}:", "bold cyan")
+        if message.text:
+            say(message.text)
+        for call in message.tool_calls:
+            said = f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False, default=str)})"
+            say(f"a call that cannot be read: {call.error}" if call.error else f"calls {said}")
+    say(f"{_end(episode)}\n", "bold")
+
+
+def _who(message: Message) -> str:
+    return f"{message.role} {message.name}".strip()
+
+
+def _end(episode: Episode) -> str:
+    """How it ended: `reward 1, score 1; read as '46', wanted '46'; completed, 12 tokens in 1 turn`."""
+    numbers = {"reward": episode.reward, "score": episode.score} | episode.metrics
+    parts = [", ".join(f"{name} {value:g}" for name, value in numbers.items() if value is not None) or "no reward"]
+    answers = [f"read as {episode.answer!r}"] if episode.answer is not None else []
+    answers += [f"wanted {str(episode.task.answer)!r}"] if episode.task.answer is not None else []
+    parts += [", ".join(answers)] if answers else []
+    outcome = episode.outcome
+    how = f"{outcome.status.value} ({outcome.reason})" if outcome.reason else outcome.status.value
+    how += f": {outcome.message}" if outcome.message else ""
+    turns = sum(len(row.turns) for row in episode.rows)
+    tokens = sum(row.n_action_tokens for row in episode.rows)
+    sampled = f", {tokens} tokens in {turns} turn{'' if turns == 1 else 's'}" if episode.rows else ""
+    return "; ".join([*parts, f"{how}{sampled}"])
+
+
+def _printable(text: str) -> str:
+    """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
