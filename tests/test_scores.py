@@ -156,8 +156,8 @@ def test_a_run_that_goes_on_knows_whose_rewards_are_no_scores(tmp_path):
     before, after = loop({"game"}), loop(set())
     before.progress = Progress()
     state = before.state()
-    after.folder = SimpleNamespace(read_state=lambda path: state, mark_best=lambda best: best)
-    asyncio.run(after.load(tmp_path))
+    after.folder = SimpleNamespace(mark_best=lambda best: best)
+    asyncio.run(after.load(tmp_path, state))
     assert after.parts.runner.unscored == {"game"}
 
 

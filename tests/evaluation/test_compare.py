@@ -16,6 +16,7 @@ from envgym.evaluation.paired import paired_difference
 from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.statistics import t_quantile, t_quantile_975
 from envgym.evaluation.suite import Suite
+from envgym.types import Episode, Outcome, Task
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 
@@ -199,3 +200,25 @@ def test_mistakes_are_a_line(play, folder):
         (line,) = done.stderr.splitlines()
         assert done.returncode == 2
         assert said in line
+
+
+def test_rewards_that_are_no_scores_are_told_as_the_reason(tmp_path):
+    def evaluated(name, *episodes):
+        folder = EvalFolder(tmp_path / name)
+        folder.path.mkdir()
+        part = {
+            "weight": 1.0, "cluster": None, "success": {"threshold": 1.0}, "fingerprints": {"code": "c", "spec": "s"},
+            "sampling": {}, "agent": {}, "split": "test",
+        }  # fmt: skip
+        result = {"status": "completed", "began": "", "seconds": 1.0, "fingerprints": {"model": name}}
+        folder.write_result({**result, "envs": {"game": part}})
+        for number, (reward, score) in enumerate(episodes):
+            task = Task(f"t{number}")
+            folder.journal.write(
+                Episode("e", task, Outcome.completed(), reward=reward, score=score, group=f"game/{number:05d}")
+            )
+        return folder
+
+    won, lost = evaluated("won", (1.0, 1.0), (1.0, 1.0)), evaluated("lost", (1.0, None), (-1.0, None))
+    with pytest.raises(RunError, match=r"game: no task has a score in both \(in B rewards are not all in \[0, 1\]"):
+        compare(won, lost)
