@@ -22,7 +22,7 @@ def carried(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any
     settings = {key: value for key, value in old.items() if key != "name"}
     if kind == "env":
         return {}, list(settings)
-    before, after = _config_class(kind, old["name"]), _config_class(kind, name)
+    before, after = config_class(kind, old["name"]), config_class(kind, name)
     if settings.keys() >= before.model_fields.keys() - {"name"}:
         # A saved config, where every default is written out: those of the old one say nothing about the new one.
         settings = dict(_beyond(settings, before.model_construct().model_dump(mode="json", warnings=False)))
@@ -31,7 +31,8 @@ def carried(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any
     return {k: v for k, v in settings.items() if k in common}, [key for key in settings if key not in common]
 
 
-def _config_class(kind: str, name: Any) -> type[BaseModel]:
+def config_class(kind: str, name: Any) -> type[BaseModel]:
+    """The settings of a learner or an agent; those that all have, where there is none of that name."""
     from .registry import load_component
 
     try:

@@ -21,9 +21,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .agent import Agent, AgentConfig
 from .best_checkpoint import HELD_OUT, metric_of
-from .carried_settings import carried
+from .carried_settings import carried, config_class
 from .env import EnvSpec
-from .errors import ConfigError, DataError, DroppedSettings, did_you_mean
+from .errors import ConfigError, DataError, DroppedSettings, EnvgymError, UnknownKey, did_you_mean
+from .known_settings import keys_of, meant, nearly, question
 from .learner import Learner, LearnerConfig, RoleSpec
 from .lora import LoraConfig
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, DuplicateKey, load_recipe, load_yaml, makes_model, read_yaml
@@ -31,7 +32,7 @@ from .render import RenderKind
 from .run_folder import run_of_checkpoint
 from .services.declarations import Url, VariableName
 from .tasks import DataConfig
-from .validation import Settings, describe_validation_error
+from .validation import Settings, settings_error
 from .workers.config import WorkersConfig
 
 AUTO = "auto"
@@ -346,8 +347,7 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
     try:
         return model(**values)
     except ValidationError as error:
-        prefix = f"{where}: " if where else ""
-        raise ConfigError(prefix + describe_validation_error(error, model)) from None
+        raise settings_error(error, model, where) from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,20 +436,44 @@ def resolve(
             stage_layers.lay(of)
     stages = [stage_layers.settings for stage_layers in layered]
     known = set(StageConfig.model_fields)
-    for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
-        if unknown := [key for key in stage if key not in known]:
-            raise ConfigError(f"unknown key {unknown[0]!r}.{did_you_mean(unknown[0], known | run_keys)}")
-        if "env" not in stage:
-            raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
-        checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
-        learner_class, learner_config = checked.learner_config()
-        layered[number - 1].drop_roles(learner_class(learner_config).roles)
-    config = validated(RunConfig, {**run, "stages": stages})
-    for stage_config in config.stages:
-        _complete_stage(stage_config)
+    try:
+        for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
+            if unknown := [key for key in stage if key not in known]:
+                near = did_you_mean(unknown[0], known | run_keys)
+                raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near)
+            if "env" not in stage:
+                raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+            checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
+            learner_class, learner_config = checked.learner_config()
+            layered[number - 1].drop_roles(learner_class(learner_config).roles)
+        config = validated(RunConfig, {**run, "stages": stages})
+        for stage_config in config.stages:
+            _complete_stage(stage_config)
+    except UnknownKey as error:
+        keys = known_keys(stages[0])
+        hint = question(meant(error.key, keys)) or error.near or question(nearly(error.key, keys))
+        raise UnknownKey(error.said, error.key, hint) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config
+
+
+def known_keys(stage: Mapping[str, Any]) -> list[str]:
+    """The keys of every setting of a run with this stage, as users write them."""
+    names = {kind: _name_alone(stage.get(kind) or {}).get("name") for kind in ("env", "agent", "learner")}
+    data: dict[str, Any] = {"data": stage["data"]} if stage.get("data") else {}
+    try:  # not of one that is elsewhere, which would have to be asked
+        spec = None if "://" in str(names["env"]) else StageConfig(env=names["env"], learner="", **data).make_spec()
+    except (EnvgymError, ValidationError):  # what it lacks is said where it is needed
+        spec = None
+    return keys_of(
+        ("", RunConfig),
+        ("learner.", config_class("learner", names["learner"] or "")),
+        ("", StageConfig),
+        ("data.", DataConfig),
+        ("agent.", config_class("agent", spec.agent if spec and names["agent"] == AUTO else names["agent"] or "")),
+        *([] if spec is None else [("env.", type(spec.config))]),
+    )
 
 
 @dataclass

@@ -30,7 +30,7 @@ from .deadline import Deadline
 from .errors import CallTimeout, ConfigError, InvalidStep, ResetNeeded
 from .fingerprint import source_hash, text_hash
 from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
-from .validation import Settings, describe_validation_error
+from .validation import Settings, settings_error
 
 Info = dict[str, Any]
 StepResult = tuple[Any, float | None, bool, bool, Info]
@@ -150,7 +150,7 @@ class EnvSpec:
         try:
             self.config = config_class(**kwargs)
         except ValidationError as error:
-            raise ConfigError(f"environment {id}: {describe_validation_error(error, config_class)}") from None
+            raise settings_error(error, config_class, f"environment {id}") from None
         self.clients: dict[str, Any] = {}
         """Clients of its `services`, by name: the runtime fills it in before `setup`."""
         self._slots: asyncio.Semaphore | None = None

@@ -15,6 +15,15 @@ class ConfigError(EnvgymError):
     """A configuration key or value that cannot be used."""
 
 
+class UnknownKey(ConfigError):
+    """A key that there is not. `said` is the message without the hint, which who knows of more settings than those
+    beside it can make a better one."""
+
+    def __init__(self, said: str, key: str, near: str) -> None:
+        super().__init__(f"{said}.{near}")
+        self.said, self.key, self.near = said, key, near
+
+
 class DroppedSettings(UserWarning):
     """Settings that are left out, because another learner, agent or environment took the place of the one they are for.
     The command line says it in one line."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from .errors import did_you_mean
+from .errors import ConfigError, UnknownKey, did_you_mean
 
 
 class Settings(BaseModel):
@@ -50,21 +50,23 @@ def _leaves_of_value(value: Any) -> Iterator[Any]:
         yield value
 
 
-def describe_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for the first problem pydantic found; an unknown key names its nearest neighbour."""
+def settings_error(error: ValidationError, model: type[BaseModel], where: str = "") -> ConfigError:
+    """One line for the first problem pydantic found, after `where`; an unknown key names its nearest neighbour."""
+    prefix = f"{where}: " if where else ""
     problems = error.errors()
     # A key that is unknown is often the misspelt one of another that is missing.
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-    where = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where!r}.{did_you_mean(where.rsplit('.', 1)[-1], known_keys(model, first['loc'][:-1]))}"
+        near = did_you_mean(key.rpartition(".")[2], known_keys(model, first["loc"][:-1]))
+        return UnknownKey(f"{prefix}unknown key {key!r}", key, near)
     if first["type"] == "missing":
-        return f"key {where!r} is required"
+        return ConfigError(f"{prefix}key {key!r} is required")
     if first["type"] in ("model_type", "dict_type"):
-        return f"key {where!r} holds keys of its own ({where}.…), not {first['input']!r:.60}"
+        return ConfigError(f"{prefix}key {key!r} holds keys of its own ({key}.…), not {first['input']!r:.60}")
     problem = first["msg"].removeprefix("Value error, ")
     got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
-    return f"key {where!r}: {problem[:1].lower()}{problem[1:]}{got}"
+    return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{got}")
 
 
 def known_keys(model: type[BaseModel], path: Sequence[Any]) -> list[str]:

@@ -119,6 +119,7 @@ MISTAKES = {
     "option cut short": (["train", "--rec", "grpo"], "no option '--rec'. Did you mean '--recipe'?"),
     "key as option": (["train", "--env", "math_verify", "--steps", "3"], "written steps=…"),
     "nested key as option": (["train", "--learner.lr=1"], "written learner.lr=…"),
+    "another program's option": (["train", "--batch-size", "3"], "written learner.minibatches=… or rollout.tasks=…"),
     "option without value": (["train", "--env"], "--env: expected one argument"),
     "stray word": (["train", "math_verify"], "'math_verify' is neither an option nor a key=value setting"),
     "no environment": (["train"], "which environment? Give one with --env"),

@@ -5,8 +5,9 @@ import textwrap
 import pytest
 import yaml
 
-from envgym.config import RolloutConfig, RunConfig, merge, parse_words, resolve
+from envgym.config import RolloutConfig, RunConfig, known_keys, merge, parse_words, resolve
 from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
+from envgym.known_settings import OTHER_NAMES
 
 ENV = {"env": "math_verify"}
 
@@ -316,6 +317,26 @@ REFUSED = {
     "learner.lrr=1": "learner grpo: unknown key 'lrr'. Did you mean 'lr'?",
     "learner.clip_hihg=1": "learner grpo: unknown key 'clip_hihg'. Did you mean 'clip_high'?",
     "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
+    # wherever it is, and whatever others call it
+    "lr=1": "unknown key 'lr'. Did you mean 'learner.lr'?",
+    "temperature=1": "unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "group_size=4": "unknown key 'group_size'. Did you mean 'rollout.group_size'?",
+    "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks'?",
+    "beta=0.1": "unknown key 'beta'. Did you mean 'learner.kl.coef'?",
+    "max_new_tokens=4": "unknown key 'max_new_tokens'. Did you mean 'rollout.max_tokens'?",
+    "dtype=bfloat16": "unknown key 'dtype'. Did you mean 'engine.dtype' or 'workers.dtype'?",
+    "path=x": "Did you mean 'pretrain.path' or 'data.path'?",
+    "max_turns=3": "unknown key 'max_turns'. Did you mean 'agent.max_turns'?",
+    "digits=3": "unknown key 'digits'. Did you mean 'env.digits'?",
+    "temprature=1": "unknown key 'temprature'. Did you mean 'rollout.temperature'?",
+    "rollout.n=4": "unknown key 'rollout.n'. Did you mean 'rollout.group_size'?",
+    "rollout.zero_variance=true": "Did you mean 'rollout.filter.zero_variance'?",
+    "learner.kl_coef=0.1": "learner grpo: unknown key 'kl_coef'. Did you mean 'learner.kl.coef'?",
+    "learner.beta=0.1": "learner grpo: unknown key 'beta'. Did you mean 'learner.kl.coef'?",
+    "learner.temperature=1": "learner grpo: unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "env.temperature=1": "environment math_verify-v0: unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "agent.lr=1": "agent multi_turn: unknown key 'lr'. Did you mean 'learner.lr'?",
+    "data.lr=1": "unknown key 'data.lr'. Did you mean 'learner.lr'?",
     "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
     "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
     # a value of the wrong kind or size says what was given
@@ -366,6 +387,21 @@ def test_a_mistake_is_one_line_that_says_what_to_do(word):
     assert isinstance(refused.value, ConfigError | NameNotFound | DataError)
     assert REFUSED[word] in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_hint_names_what_the_runs_own_parts_have():
+    with pytest.raises(ConfigError) as refused:
+        of_words("learner=sft", "agent=replay", "learner.beta=0.1")
+    assert "'learner.kl.coef'" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"Did you mean 'learner\.gae_lambda'"):
+        of_words("learner=ppo", "lam=0.9")
+
+
+def test_every_key_that_others_have_another_name_for_is_one():
+    keys = {*known_keys({"env": "math_verify", "learner": "ppo"}), "engine.args"}
+    assert OTHER_NAMES.keys() <= keys
+    known = {key.rpartition(".")[2] for key in keys}
+    assert not {name for names in OTHER_NAMES.values() for name in names} & known
 
 
 def test_an_environment_is_asked_for():

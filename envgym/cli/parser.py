@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from envgym.errors import ConfigError, did_you_mean
+from envgym.recipes import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from envgym.config import RunConfig
@@ -44,11 +45,15 @@ class Parser(argparse.ArgumentParser):
 
 def _as_setting(option: str) -> str:
     """A hint for `--steps 10`, which elsewhere is how it would be written."""
-    from envgym.config import RunConfig, StageConfig
+    from envgym.config import RunConfig, StageConfig, known_keys
+    from envgym.known_settings import meant
 
     key = option.lstrip("-").replace("-", "_")
     known = {**RunConfig.model_fields, **StageConfig.model_fields}
-    return f" It is a setting, written {key}=…" if key.partition(".")[0] in known else ""
+    if key.partition(".")[0] in known:
+        return f" It is a setting, written {key}=…"
+    names = meant(key, known_keys({"learner": DEFAULT_RECIPE}))
+    return f" There is a setting, written {' or '.join(f'{name}=…' for name in names)}" if names else ""
 
 
 def choose(command: str, choices: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.errors import ConfigError
 from envgym.run_folder import write_atomically
-from envgym.validation import describe_validation_error
+from envgym.validation import settings_error
 
 Scope = Literal["user", "project"]
 HEADER = "# Remote environments by their names; written by `envgym envs add` and `envgym envs remove`.\n"
@@ -108,7 +108,7 @@ def _parse(path: Path, _modified: int, _size: int) -> dict[str, Registered]:
     try:
         entries = _File.model_validate(content or {}).environments
     except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation_error(error, _File)}") from None
+        raise settings_error(error, _File, str(path)) from None
     return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
 
 
