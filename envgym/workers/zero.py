@@ -151,9 +151,9 @@ def engine(
     wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
     if json.get("compile", {}).get("deepcompile"):
         wrapped.compile()
-    files = wrapped.checkpoint_engine
-    files.load = _read  # its own would run whatever code the file holds
-    files.save = _saying_when_the_disk_is_full(files.save)
+    if (files := wrapped.checkpoint_engine) is not None:  # a model that only scores has none
+        files.load = _read  # its own would run whatever code the file holds
+        files.save = _saying_when_the_disk_is_full(files.save)
     return wrapped
 
 
