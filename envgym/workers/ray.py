@@ -1,7 +1,8 @@
 """Workers as Ray actors, on one machine or a cluster.
 
 Without a cluster (no `RAY_ADDRESS`) a local Ray is started, and ended with the runtime. Each worker is an asynchronous
-actor: coroutine methods overlap, plain ones run one after the other, as in the local runtime.
+actor: coroutine methods overlap, plain ones run one after the other, and calls begin in the order in which they were
+made, as in the local runtime.
 
 After a SIGKILL of the controller a guard process ends the local Ray and all actors.
 """
@@ -16,11 +17,11 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import WorkerDied, WorkerError, missing_package
+from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
 
 from . import guard
 from .child import Described, describe_error, load_target, rebuilt_error
@@ -29,6 +30,9 @@ START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
 CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to end by itself when asked, before it is killed."""
+CALLS_AT_ONCE = 2**20
+"""Calls that an actor may have in flight: as good as any number. At Ray's own 1,000 an engine with as many requests in
+flight would never hear that it may go on, or that there are new weights."""
 
 Answer = tuple[Described | None, Any]
 """(error, result): errors cross as (class of `envgym.errors` or empty, one line), so nothing foreign is unpickled."""
@@ -51,6 +55,10 @@ class Host:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; how many to use is the worker's decision
         os.environ["ENVGYM_NODE_ADDRESS"] = ray.util.get_node_ip_address()
         self._worker: Any = None
+        self._next = 0
+        self._early: dict[int, asyncio.Future[None]] = {}
+        self._forgotten: set[int] = set()
+        self._running: dict[int, asyncio.Future[Any]] = {}
 
     async def start(self, target: str, kwargs: dict[str, Any]) -> Answer:
         try:
@@ -59,12 +67,51 @@ class Host:
             return _failure(error), None
         return None, os.getpid()
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+    async def call(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        """Run a method. Calls begin in the order of their numbers; Ray hands them over in any order."""
+        if number > self._next:
+            self._early[number] = asyncio.get_running_loop().create_future()
+            await self._early[number]
+        if number < self._next:  # forgotten before it came
+            return _given_up(), None
         try:
             result = getattr(self._worker, method)(*args, **kwargs)
-            return None, await result if inspect.isawaitable(result) else result
+            if not inspect.isawaitable(result):
+                return None, result
+            self._running[number] = asyncio.ensure_future(result)
         except Exception as error:
             return _failure(error), None
+        finally:
+            self._begin_after(number)
+        try:
+            return None, await self._running[number]
+        except asyncio.CancelledError:
+            return _given_up(), None
+        except Exception as error:
+            return _failure(error), None
+        finally:
+            del self._running[number]
+
+    async def forget(self, number: int) -> None:
+        """Give a call up, whether it runs, waits for its turn or has yet to come."""
+        if number in self._running:
+            self._running[number].cancel()
+        elif number >= self._next:
+            self._forgotten.add(number)
+            if number == self._next:
+                self._begin_after(number - 1)
+
+    def _begin_after(self, number: int) -> None:
+        self._next = number + 1
+        while self._next in self._forgotten:
+            self._forgotten.remove(self._next)
+            self._wake(self._next)
+            self._next += 1
+        self._wake(self._next)
+
+    def _wake(self, number: int) -> None:
+        if number in self._early:
+            self._early.pop(number).set_result(None)
 
     async def close(self) -> None:
         close = getattr(self._worker, "close", None)
@@ -81,6 +128,7 @@ class RayWorker:
         self.log = log
         self.pid = 0
         self._actor = actor
+        self._calls = 0
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -89,12 +137,29 @@ class RayWorker:
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the actor; raises what its constructor raised."""
-        self.pid = await self._answer(self._actor.start.remote(target, dict(kwargs)))
+        with self._explained():
+            answer = await _future(self._actor.start.remote(target, dict(kwargs)))
+        self.pid = self._result(answer)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._closing is not None:
             raise WorkerError(f"{self._name}: the worker has been closed")
-        return await self._answer(self._actor.call.remote(method, args, kwargs))
+        from ray.exceptions import RayTaskError
+
+        with self._explained():
+            number = self._calls
+            reference = self._actor.call.remote(number, method, args, kwargs)
+            self._calls += 1
+            try:
+                answer = await _future(reference)
+            except (asyncio.CancelledError, RayTaskError):  # given up, or never begun: later ones must not wait for it
+                self._actor.forget.remote(number)
+                raise
+        return self._result(answer)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing is not None
 
     async def close(self) -> None:
         if self._closing is None:
@@ -108,19 +173,25 @@ class RayWorker:
             await asyncio.wait_for(_future(self._actor.close.remote()), CLOSE_TIMEOUT)
         ray.kill(self._actor)
 
-    async def _answer(self, reference: Any) -> Any:
-        import ray
-
-        try:
-            error, result = await _future(reference)
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-        except ray.exceptions.RayActorError as death:
-            raise WorkerDied(f"{self._name} ended without being asked to (log: {self.log})") from death
+    def _result(self, answer: Answer) -> Any:
+        error, result = answer
         if error is None:
             return result
         raise rebuilt_error(error, self._name, self.log)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say in our words what Ray says. A call that cannot be carried is an error; whatever else is lost (memory, a
+        machine, an object, the actor) takes the worker with it."""
+        import ray
+
+        try:
+            yield
+        except ray.exceptions.RayTaskError as error:
+            raise WorkerError(f"{self._name}: {_last_line(error)} (log: {self.log})") from error
+        except ray.exceptions.RayError as death:
+            reason = f"{type(death).__name__}: {' '.join(str(death).split())[:200]}"
+            raise WorkerDied(f"{self._name} ended without being asked to ({reason}; log: {self.log})") from death
 
 
 class RayRuntime:
@@ -141,11 +212,16 @@ class RayRuntime:
     ) -> RayWorker:
         ray = self._ray()
         log = self._log_dir / f"{name}.log"
-        gpus = self._gpus_per_worker if ray.cluster_resources().get("GPU") else 0
+        gpus = self._gpus_of(name, ray.cluster_resources().get("GPU", 0.0))
         keep_threads = "OMP_NUM_THREADS" in {**os.environ, **(environ or {})}
         actor = (
             ray.remote(Host)
-            .options(num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": dict(environ or {})})
+            .options(
+                num_cpus=0,
+                num_gpus=gpus,
+                max_concurrency=CALLS_AT_ONCE,
+                runtime_env={"env_vars": dict(environ or {})},
+            )
             .remote(name, str(log), os.getcwd(), sys.path, keep_threads)
         )
         worker = RayWorker(name, log, actor)
@@ -154,6 +230,7 @@ class RayRuntime:
             await asyncio.wait_for(worker.start(target, kwargs), START_TIMEOUT)
         except BaseException as error:
             ray.kill(actor)
+            self._workers.remove(worker)
             if isinstance(error, TimeoutError):
                 raise WorkerError(
                     f"{name} was not ready after {START_TIMEOUT:.0f} s: is there a free GPU for it? (log: {log})"
@@ -170,6 +247,21 @@ class RayRuntime:
             self._guard.kill()
             self._guard.communicate()
             self._guard = None
+
+    def _gpus_of(self, name: str, there: float) -> float:
+        """The GPUs that a worker gets of those that the cluster has. Raises `ConfigError` where it would wait for ever:
+        this run's other workers hold them, and do not give them back."""
+        share = self._gpus_per_worker
+        if not there:
+            return 0.0
+        holders = [worker.name for worker in self._workers if not worker.closing]
+        if share * (len(holders) + 1) > there:
+            others = f", of which this run holds {share * len(holders):g} ({', '.join(holders)})" if holders else ""
+            raise ConfigError(
+                f"{name} needs {share:g} GPU; the Ray cluster has {there:g}{others}: add GPUs, start fewer "
+                "workers (workers.ranks), or take runtime=local, where workers share a GPU"
+            )
+        return share
 
     def _ray(self) -> Any:
         """The `ray` module, connected."""
@@ -190,6 +282,14 @@ class RayRuntime:
 async def _future(reference: Any) -> Any:
     """An object reference as something asyncio can time out."""
     return await asyncio.wrap_future(reference.future())
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _given_up() -> Described:
+    return describe_error(WorkerError("the call was given up"))
 
 
 def _failure(error: Exception) -> Described:

@@ -12,6 +12,7 @@ class Worker:
             raise ConfigError("be polite")
         self.greeting = greeting
         self.event = asyncio.Event()
+        self.parked = []
 
     def greet(self, name):
         return f"{self.greeting} {name}", os.environ.get("MOOD")
@@ -22,6 +23,20 @@ class Worker:
 
     async def wake(self):
         self.event.set()
+
+    async def park(self, number, load):
+        self.parked.append(number)
+        await self.event.wait()
+        return number
+
+    def parking(self):
+        return self.parked
+
+    async def be_cancelled(self):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.parked.append("cancelled")
 
     def fail(self, kind):
         if kind == "user":
