@@ -32,7 +32,7 @@ class MathVerifyConfig(DataEnvConfig):
     boxed_share: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations whose answer is boxed. The others show formats that earn nothing."""
     grader_processes: int = Field(2, ge=1)
-    """Processes that grade at the same time (and one more for answers that look costly)."""
+    """Processes that grade at the same time (and one or two more for answers that are costly)."""
     grader_timeout: float = Field(5.0, gt=0)
     """Seconds one answer may take to grade; then it counts as wrong."""
 
@@ -54,7 +54,9 @@ class MathVerifyEnv(Env):
 
     async def step(self, action: Action) -> StepResult:
         answer = boxed(action.text)
-        verdict = Verdict(False) if answer is None else await self.spec.grade(answer, reference(self.task.answer))
+        problem = "\n".join(message.text for message in as_messages(self.task.prompt))
+        gold = reference(self.task.answer)
+        verdict = Verdict(False) if answer is None else await self.spec.grade(answer, gold, problem)
         score = float(verdict.correct)
         metrics = {
             "answered": float(answer is not None),
@@ -98,9 +100,9 @@ class MathVerify(DataEnvSpec):
             return [rf"\boxed{{{answer}}}"]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
 
-    async def grade(self, answer: str, gold: str) -> Verdict:
+    async def grade(self, answer: str, gold: str, problem: str = "") -> Verdict:
         """Grade the content of a box: at once where that is certain, else in a grading process."""
-        certain = judge_at_once(answer, gold)
+        certain = judge_at_once(answer, gold, problem)
         if certain is not None:
             return Verdict(certain)
         assert self._grader is not None  # a reset has set the spec up

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
+
+from . import forms, numerals
 
 MAX_ANSWER_LENGTH = 1000
 """Characters of an answer that is still parsed; what is longer equals only the same text."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?P<point>\.[0-9]+)?")
+_PERCENT = re.compile(r"%|\bper ?cent")
 # A factorial, a very long number, an exponent that is more than a few characters or has one of its own.
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
 
@@ -37,19 +38,23 @@ def reference(answer: object) -> str:
     return boxed(text) or text.strip()
 
 
-def judge_at_once(answer: str, gold: str) -> bool | None:
-    """Whether `answer` is right where that is certain: the same text, or plain numbers; else None."""
+def judge_at_once(answer: str, gold: str, problem: str = "") -> bool | None:
+    """Whether `answer` is right where its text says so, else None: then the mathematics decides.
+
+    Where the reference is a number, an answer is one too. What stands in the problem is right only in the form that
+    the reference has, so that nothing is earned by copying what was to be computed, simplified or converted.
+    """
     if answer == gold:
         return True
     if max(len(answer), len(gold)) > MAX_ANSWER_LENGTH:
         return False
-    left, right = _NUMBER.fullmatch(answer), _NUMBER.fullmatch(gold)
-    if left is None or right is None:
-        return None
-    if Fraction(answer.replace(",", "")) == Fraction(gold.replace(",", "")):
-        return True
-    # Decimals that differ may still agree to the precision that math-verify compares at.
-    return None if left["point"] or right["point"] else False
+    right = numerals.read(gold)
+    if right is None:
+        return None if forms.alike(answer, gold) and not forms.copied(answer, gold, problem) else False
+    number = numerals.read(answer)
+    if number is None or not numerals.agree(number, right, percent=_PERCENT.search(problem) is not None):
+        return False
+    return number.form == right.form or not forms.stands_in(problem, number.written)
 
 
 def looks_costly(answer: str) -> bool:

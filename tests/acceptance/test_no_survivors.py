@@ -25,7 +25,7 @@ from envgym.envs.math_verify import MathVerify, MathVerifyEnv
 
 class Episode(MathVerifyEnv):
     async def step(self, action):
-        await self.spec.grade("1/2 + 1/3", "5/6")  # has the grading processes work; random weights box nothing
+        await self.spec.grade("x + 1", "1 + x")  # has the grading processes work; random weights box nothing
         return await super().step(action)
 
 class Graded(MathVerify):

@@ -1,0 +1,160 @@
+r"""What the text of an answer may be, beside a reference: of the same form, with no operation of its own.
+
+The library sees through both: to it `\gcd(4,6)` is 2, and of `47 \\ 46` it reads the 46.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from . import numerals
+
+_DROPPED = re.compile(r"(?<!\\)\\[,;:! ]|~|\$|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\(?=[$%])")
+_SIMPLE_FRACTION = re.compile(r"\\frac\s*\{\s*(\w+)\s*\}\s*\{\s*(\w+)\s*\}")
+_TOKEN = re.compile(r"\\[a-zA-Z]+|[0-9]+(?:\.[0-9]+)?|[a-zA-Z]|\S")
+_COMMA_OF_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_RATIO = re.compile(
+    r"(?<![\w.)}])([0-9]+)\s*[/:]\s*([0-9]+)(?![\w.({])|\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
+)
+_WORD = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
+_LISTED = re.compile(r"\\pm|\\mp|±|;|\\lor|\\vee|\\land|\\wedge|\\(?:text|mathrm|textrm|mbox)\s*\{\s*(?:or|and)\b")
+_IS_EXPRESSION = re.compile(
+    r"[-+*/^=!<>|_÷×·−]|\\(?!text|mathrm|mbox|left|right)[a-zA-Z]|[0-9]\s*[a-zA-Z(]|[a-zA-Z)]\s*\("
+)
+_NAMED = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?\s*=[^=]*")
+_RELATION = re.compile(r"[<>]|\\[lg](?:eq?|t)(?![a-z])")
+_PAIRS = {"(": ")", "[": "]", r"\{": r"\}"}
+_OPEN, _CLOSED = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+
+# Operations by their names; those of one kind may stand for each other (`2\sin x\cos x` for `\sin 2x`).
+_OPERATIONS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"!(?!=)", r"binom|choose", r"gcd|lcm", r"max(?![a-z])|min(?![a-z])|\\sup(?![a-z])|\\inf(?![a-z])",
+        r"\\sum|\\prod", r"\\i*int(?![a-z])|\\oint", r"\\lim(?![a-z])", r"\\det|\\begin\{vmatrix", r"floor|ceil",
+        r"mod(?![a-z])", r"sin|cos|tan|cot(?![a-z])|\\sec|\\csc", r"\\log|\\ln|\\lg|(?<![a-z])(?:log|ln)(?![a-z])",
+        r"\\exp|(?<![a-z])exp(?![a-z])", r"\||\\[lr]?vert|abs(?![a-z])",
+        r"\\frac\s*\{?\s*(?:d|\\partial)(?![a-z])|'|\\prime",
+        r"sqrt|root|\^\s*\{?\s*\(?\s*[-+]?\s*(?:\\frac|[0-9]+\s*/|0?\.[0-9])",
+        r"\\cup|\\cap|\\setminus", r"\\circ(?![a-z])", r"\\overline|\\bar(?![a-z])", r"\\equiv", r"operatorname",
+    )
+)  # fmt: skip
+
+
+def stands_in(problem: str, text: str) -> bool:
+    """Whether the problem holds this text, however it is spaced and its fractions are written."""
+    tokens = _tokens(text)
+    if not tokens or not problem:
+        return False
+    pattern = r"\s*".join(map(re.escape, tokens))
+    return re.search(rf"(?<![\w.]){pattern}(?![\w]|\.[0-9])", _plain(problem)) is not None
+
+
+def copied(answer: str, gold: str, problem: str) -> bool:
+    """Whether an answer is an expression of the problem, its parts in any order, and not of those of the reference."""
+    wanted, given = (_without_joints(text) for text in (answer, problem))
+    n = len(wanted)
+    if not _IS_EXPRESSION.search(answer) or not wanted or sorted(wanted) == sorted(_without_joints(gold)):
+        return False
+    sought, marks = sum(map(hash, wanted)), [hash(token) for token in given]
+    total = sum(marks[:n])
+    for start in range(len(given) - n + 1):
+        if total == sought and sorted(given[start : start + n]) == sorted(wanted):
+            return True
+        total += marks[start + n] - marks[start] if start + n < len(given) else 0
+    return False
+
+
+def alike(answer: str, gold: str) -> bool:
+    """Whether an answer has the form of the reference: as many values, brackets of the same kind, no other
+    operations, no alternatives."""
+    answer, gold = _spaced(answer), _spaced(gold)
+    if any(operation.search(answer) and not operation.search(gold) for operation in _OPERATIONS):
+        return False
+    for mark in (r"\\", r"\begin", "$"):
+        if answer.count(mark) > gold.count(mark):
+            return False
+    if _shape(answer) != _shape(gold) and not _RELATION.search(gold):  # `[3,\infty)` for `x\ge 3`
+        return False
+    if (
+        "=" in answer
+        and "=" not in gold
+        and not all("=" not in part or _NAMED.fullmatch(part) for part in _parts(answer))
+    ):
+        return False
+    if _unreduced(answer) and not _unreduced(gold):
+        return False
+    named = set(re.findall(r"[a-z]+", gold.lower()))
+    return _words(answer) <= (named if _words(gold) else named | numerals.UNITS.keys())
+
+
+def _without_joints(text: str) -> list[str]:
+    """Tokens but for those that may be left out: `x^2 - 1` is `-1 + x^2`, and `2 * x` is `2x`."""
+    return [token for token in _tokens(text) if token not in "+*"]
+
+
+def _parts(text: str) -> list[str]:
+    """The values of a list."""
+    return [part.strip() for part in re.split(r"[,;]|\\(?:text|mathrm|textrm|mbox)\s*\{\s*(?:or|and)\s*\}", text)]
+
+
+def _tokens(text: str) -> list[str]:
+    return _TOKEN.findall(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Text in one of the ways in which it can be written."""
+    text = _DROPPED.sub(" ", text.replace("−", "-"))
+    text = _COMMA_OF_THOUSANDS.sub("", re.sub(r"\\[dt]frac", r"\\frac", text))
+    text = re.sub(r"\\cdot(?![a-z])|\\times(?![a-z])|×|·|\*\*?", "*", text)
+    text = re.sub(r"\\div(?![a-z])|÷", "/", _SIMPLE_FRACTION.sub(r"\1/\2", text))
+    return re.sub(r"[{}]", " ", text)
+
+
+def _spaced(text: str) -> str:
+    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,;:! ]", " ", re.sub(r"\\[dt]frac", r"\\frac", text))
+    text = text.strip()
+    return text[1:-1].strip() if len(text) > 2 and text[0] == text[-1] == "$" else text
+
+
+def _shape(text: str) -> str:
+    """`list` of values, a pair of brackets around one, `matrix`, or `one`. A set is a list: it has no order either."""
+    text = re.sub(r"^[A-Za-z]\s*(?:\\in(?![a-z])|=)", "", _COMMA_OF_THOUSANDS.sub("", text)).strip()
+    if _LISTED.search(text) or ("," in _outside(text)):
+        return "list"
+    for opening in _PAIRS:
+        for closing in _PAIRS.values():
+            inside = text[len(opening) : -len(closing)]
+            if text.startswith(opening) and text.endswith(closing) and "," in _outside(inside):
+                return "list" if opening == r"\{" else opening + closing
+    return "matrix" if re.fullmatch(r"\\begin\{(\w+)\}.*\\end\{\1\}", text, re.DOTALL) else "one"
+
+
+def _outside(text: str) -> str:
+    """What lies in no brackets; nothing where they are closed before they are opened, as in `(1,2)∪(3,4)`."""
+    depth, kept = 0, []
+    for token in re.findall(r"\\.|.", text, re.DOTALL):
+        if token in _OPEN:
+            depth += 1
+        elif token in _CLOSED:
+            depth -= 1
+            if depth < 0:
+                return ""
+        elif depth == 0:
+            kept.append(token)
+    return "".join(kept)
+
+
+def _unreduced(text: str) -> bool:
+    """Whether a fraction of whole numbers could be made simpler."""
+    for match in _RATIO.finditer(text):
+        above, below = (int(part) for part in match.groups() if part is not None)
+        if below < 2 or math.gcd(above, below) > 1:
+            return True
+    return False
+
+
+def _words(text: str) -> set[str]:
+    """Words put as text, but for those that join the values of a list."""
+    return set(re.findall(r"[a-z]+", " ".join(_WORD.findall(text)).lower())) - {"or", "and"}
