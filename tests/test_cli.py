@@ -223,6 +223,45 @@ def test_a_run_folder_that_exists(run, tmp_path):
     assert list((tmp_path / "runs" / "first").iterdir()) == []  # untouched
 
 
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from envgym.cli import main
+sys.exit(main({arguments!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--env", "math_verify"],
+        ["eval", "--env", "math_verify", "--model", "starter"],
+        ["model", "starter"],
+        ["rollout", "--env", "math_verify", "--model", "starter", "--out", "x.jsonl"],
+        ["score", "x.jsonl", "--env", "math_verify", "--out", "y.jsonl"],
+        ["compare", "a", "b"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_without_the_training_packages_a_command_names_the_extra_that_installs_them(tmp_path, arguments):
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    absent = {*HEAVY - {"aiohttp", "pydantic", "rich"}, "safetensors"}
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(absent=absent, arguments=arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "pip install 'envgym[train]'" in error_of(result)
+
+
 def test_debug_shows_the_traceback_of_a_mistake(run):
     result = run("train", "--env", "math_verfy", "debug=true")
     assert result.returncode == 2

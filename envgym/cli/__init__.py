@@ -13,7 +13,16 @@ from collections.abc import Sequence
 
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
 
-from .failures import Invocation, broken_pipe, interrupted, mistake, notes_in_one_line, reader_is_gone, unexpected
+from .failures import (
+    Invocation,
+    broken_pipe,
+    interrupted,
+    mistake,
+    not_installed,
+    notes_in_one_line,
+    reader_is_gone,
+    unexpected,
+)
 
 COMMANDS = {
     "train": "train a policy on an environment",
@@ -76,6 +85,9 @@ def _run(arguments: list[str]) -> int:
         return mistake(error, invocation)
     except BrokenPipeError as error:
         return broken_pipe() if reader_is_gone() else unexpected(error, invocation)
+    except ModuleNotFoundError as error:
+        missing = not_installed(error, arguments[0])
+        return unexpected(error, invocation) if missing is None else mistake(missing, invocation)
     except Exception as error:
         return unexpected(error, invocation)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import select
 import signal
 import sys
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write
+from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write, missing_package
 
 
 @dataclass
@@ -42,6 +44,20 @@ def notes_in_one_line() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def not_installed(error: ModuleNotFoundError, command: str) -> EnvgymError | None:
+    """The error for a package that an extra of ours installs, by what envgym declares itself; None for any other."""
+    module = (error.name or "").partition(".")[0]
+    try:
+        declared = importlib.metadata.requires("envgym") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in declared:
+        match = re.match(r"([\w.-]+).*extra == [\"']([\w-]+)[\"']", requirement)
+        if match and match[2] != "dev" and match[1].replace("-", "_") == module:
+            return missing_package(match[1], match[2], f"envgym {command}")
+    return None
 
 
 def mistake(error: EnvgymError, invocation: Invocation) -> int:
