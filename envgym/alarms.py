@@ -118,7 +118,7 @@ ALARMS = (
         begins_below(0.005, steps=5),
         "the policy's entropy has been near 0 from the start ({value:.2g} nats a token): it says the same every time, "
         "and no reward can teach it anything else; try a higher rollout.temperature, or another model, or one that was "
-        "first shown how it is done (recipe sft_grpo)",
+        "first shown how it is done (see: envgym config recipes)",
     ),
     Alarm(
         "entropy_growth",

@@ -269,7 +269,7 @@ class Runner:
         spec = self.spec.of(group.task)
         deadline = Deadline(self.config.episode_timeout)
 
-        async def judge() -> list[Judgement | Exception] | Outcome | None:
+        async def asked() -> list[Judgement | Exception] | Outcome | None:
             try:
                 async with deadline:
                     judged = await spec.score_group(group.task, finished)
@@ -283,7 +283,7 @@ class Runner:
                 return self._failure(error, timed_out=deadline.expired())
 
         try:
-            verdicts = await heeded(judge())
+            verdicts = await heeded(asked())
         except Unheeded:
             verdicts = _left_to_itself(spec)
         if isinstance(verdicts, Outcome):
