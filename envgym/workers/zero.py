@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from envgym.errors import ConfigError, RunError
+from envgym.errors import ConfigError, RunError, missing_package
 
 from . import muon, state_file, tensor_parallel
 
@@ -247,8 +247,10 @@ def _saying_when_the_disk_is_full(save: Callable[..., None]) -> Callable[..., No
 
 
 def _library() -> Any:
-    import deepspeed
-
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        raise missing_package(error.name or "deepspeed", "train", "a trained model") from None
     # Its shared-memory kernel serves inference only; looking for it would compile C++ at first use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

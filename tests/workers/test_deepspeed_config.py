@@ -1,10 +1,12 @@
 """The JSON that DeepSpeed is given, for each setting, and settings that contradict each other. Nothing is started."""
 
+import sys
+
 import pytest
 import torch
 
 from envgym.config import resolve
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, MissingDependency
 from envgym.learner import LearnerConfig
 from envgym.workers import zero
 from envgym.workers.config import WorkersConfig
@@ -34,6 +36,12 @@ def stage(number, **more):
 def emitted(dtype=torch.float32, device=CPU, learner=None, **settings):
     config = LearnerConfig(name="any", **{**LEARNER, **learner}) if learner is not None else None
     return zero.config(WorkersConfig(**settings), config, dtype, device)
+
+
+def test_without_deepspeed_the_extra_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(MissingDependency, match=r"'deepspeed', which is not installed: pip install 'envgym\[train\]'"):
+        zero._library()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
