@@ -23,7 +23,7 @@ class Buffer:
 
     def __init__(self, min_group_size: int, *, needs_reward: bool, filter: FilterConfig | None = None) -> None:
         self._min_group_size = min_group_size
-        self._needs_reward = needs_reward
+        self.needs_reward = needs_reward
         self._filter = filter or FilterConfig()
         self._groups: list[Group] = []
         self.failures: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Buffer:
             self.failures.update(e.outcome.reason for e in [*group.episodes, *group.lost] if e.failed)
             self.played_again += len(group.lost)
             self.refills += group.refills
-            members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self._needs_reward)]
+            members = [e for e in group.episodes if not e.failed and (e.reward is not None or not self.needs_reward)]
             if len(members) < self._min_group_size:
                 self.dropped_groups += 1
             elif reason := filtered_by(self._filter, members):

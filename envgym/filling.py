@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .buffer import Buffer
 from .config import RolloutConfig
 from .task_cursor import TaskCursor
-from .types import Group, Task
+from .types import Episode, Group, Task
 
 MAX_ROUNDS = 4
 """Times a step plays tasks without a filter: once, and again where too many groups fell short of members."""
@@ -23,6 +23,10 @@ class Filling:
     kept: int = 0
     rounds: int = 0
 
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.played for episode in group.episodes]
+
     def metrics(self) -> dict[str, float]:
         """What a filter did to the groups that were played."""
         return {"filter/kept_share": self.kept / len(self.played), "filter/rounds": self.rounds}
@@ -34,7 +38,8 @@ async def fill(
     config: RolloutConfig,
     play: Callable[[Sequence[Task], int], Awaitable[list[Group]]],
 ) -> Filling:
-    """Play tasks until `buffer` holds `config.tasks` groups, or the rounds that a step may have are over.
+    """Play tasks until `buffer` holds `config.tasks` groups, the rounds that a step may have are over, or a first round
+    in which every episode failed, or has no reward where there must be one.
 
     `play` is given the tasks of a round and its number. Where a filter drops groups, later rounds ask for as many more
     as this step's own losses make likely, so that a step is not spent on ever smaller rounds; what is then
@@ -51,14 +56,18 @@ async def fill(
         filling.kept += buffer.add(groups)
         filling.played += groups
         filling.rounds += 1
+        if all(episode.failed or (buffer.needs_reward and episode.reward is None) for episode in filling.episodes):
+            break  # what goes wrong every time does not mend itself: the caller says what it was
     return filling
 
 
 def nothing_kept(filling: Filling, config: RolloutConfig) -> str:
     """Why a step has no group at all, for people."""
-    if config.filter.on:
+    if config.filter.on and any(episode.reward is not None for episode in filling.episodes):
         return (
             f"rollout.filter kept none of the {len(filling.played)} groups of {filling.rounds} rounds: the tasks are "
             "all too hard for the policy, or all solved"
         )
+    if all(episode.failed or episode.reward is None for episode in filling.episodes):
+        return "no episode has a reward: the environment gave none, and there is nothing to learn from (see rollouts/)"
     return "no group of episodes is complete enough to learn from (see rollouts/)"

@@ -105,11 +105,30 @@ def test_without_a_filter_only_what_fell_short_is_played_again():
     play = Play(lambda task: next(outcomes))
     filled(play, config, buffer, cursor)
     assert play.sizes == [8, 2, 1]
-    broken = Play(lambda task: None)
+    outcomes = itertools.chain([1.0], itertools.repeat(None))
+    broken = Play(lambda task: next(outcomes))
     config, buffer, cursor = stage(FilterConfig())
     filling = filled(broken, config, buffer, cursor)
     assert filling.rounds == MAX_ROUNDS
     assert "complete enough" in nothing_kept(filling, config)
+
+
+@pytest.mark.parametrize("filter", [FILTER, FilterConfig()])
+def test_what_fails_in_every_episode_is_not_played_again(filter):
+    config, buffer, cursor = stage(filter)
+    filling = filled(Play(lambda task: None), config, buffer, cursor)
+    assert (filling.rounds, len(filling.played), len(buffer)) == (1, 8, 0)
+
+
+def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
+    class Unrewarded(Play):
+        def group(self, task):
+            return Group(f"g{next(self.ids)}", task, [Episode("e", task, Outcome.completed()) for _ in range(4)])
+
+    config, buffer, cursor = stage(FilterConfig())
+    filling = filled(Unrewarded(None), config, buffer, cursor)
+    assert (filling.rounds, len(buffer)) == (1, 0)
+    assert "no episode has a reward: the environment gave none" in nothing_kept(filling, config)
 
 
 def test_a_step_without_any_group_says_why():

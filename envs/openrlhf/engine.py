@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakValueDictionary
+
+from envgym.errors import InvalidStep
 
 from .sampling import CompletionOutput, Logprob, RequestOutput, overrides
 
-current: ContextVar[Run] = ContextVar("current")
+current: ContextVar[Run | None] = ContextVar("current", default=None)
 """The episode that is being executed. Executors share one engine object, as they do where they come from."""
+runs: WeakValueDictionary[str, Run] = WeakValueDictionary()
+"""The episodes that are being executed in this process, by their id."""
 
 
 class NoRoom(ValueError):
@@ -26,7 +32,12 @@ class Run:
     """One execution: what it asks of the engine, and its result. `ours` are the run's sampling parameters."""
 
     def __init__(self, tokenizer: Any, ours: Mapping[str, Any]) -> None:
+        self.id = uuid.uuid4().hex
         self.ours = ours
+        self.refused: Exception | None = None
+        """Why a request of the engine failed, by whatever way the file hears of it."""
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
         self.results: asyncio.Queue[Any] = asyncio.Queue()
         self._tokenizer = tokenizer
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
@@ -39,13 +50,16 @@ class Run:
 
         async def execute() -> None:
             current.set(self)
+            runs[self.id] = self
             try:
                 result = await executing
                 if result is None and not self.results.empty():  # the older interface hands it to a queue
                     result = self.results.get_nowait()
                 self._events.put_nowait(("result", result))
             except Exception as error:
-                self._events.put_nowait(("error", error))
+                self._events.put_nowait(("error", self._cause(error)))
+            finally:
+                self._is_over = True
 
         self._task = asyncio.create_task(execute())
 
@@ -60,7 +74,29 @@ class Run:
         """Answer a request: token ids, log-probabilities and finish reason; None where there is no room for more."""
         self._waiting.pop(number).set_result(generation)
 
+    def _cause(self, error: Exception) -> Exception:
+        """What `execute` raised, with what it may not know: a server of the file's own says no more than "500"."""
+        if self.refused is None or self.refused is error:
+            return error
+        said = f"{type(self.refused).__name__}: {self.refused}"
+        return InvalidStep(f"llm_engine.generate raised {said}; execute then raised {type(error).__name__}: {error}")
+
     async def generate(self, token_ids: list[int], params: Any) -> RequestOutput:
+        """Sample, from whichever thread and event loop."""
+        if self._is_over:
+            raise RuntimeError("the episode that asks is over")
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return await self._generate(token_ids, params)
+            asking = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params), self._loop)
+            return await asyncio.wrap_future(asking)
+        except NoRoom:
+            raise
+        except Exception as error:
+            self.refused = error
+            raise
+
+    async def _generate(self, token_ids: list[int], params: Any) -> RequestOutput:
         number = next(self._numbers)
         future: asyncio.Future[Mapping[str, Any] | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -79,6 +115,20 @@ class Run:
             self._task.cancel()
 
 
+def running() -> Run:
+    """The episode that asks. Raises `RuntimeError` where that cannot be told, which every episode here is told of."""
+    run = current.get()
+    if run is None:
+        error = RuntimeError(
+            "called where its episode is not known: from a thread, or a server of its own, to which no context is "
+            "carried (asyncio.to_thread and HTTP by httpx, aiohttp, requests or urllib carry it)"
+        )
+        for other in list(runs.values()):
+            other.refused = error
+        raise error
+    return run
+
+
 class EngineProxy:
     """`generate(prompt_token_ids, sampling_params)`, to be awaited (the current interface) or iterated (vLLM's own)."""
 
@@ -87,7 +137,7 @@ class EngineProxy:
         if isinstance(token_ids, str):
             raise TypeError("llm_engine.generate takes token ids, not text: tokens in, tokens out")
         plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-        return _Generating(current.get(), [int(id) for id in plain], sampling_params)
+        return _Generating(running(), [int(id) for id in plain], sampling_params)
 
 
 class _Generating:
@@ -105,7 +155,7 @@ class QueueProxy:
     """The `result_queue` of the older interface: what is put there is the result of the episode that puts it."""
 
     async def put(self, result: Any) -> None:
-        current.get().results.put_nowait(result)
+        running().results.put_nowait(result)
 
     def put_nowait(self, result: Any) -> None:
-        current.get().results.put_nowait(result)
+        running().results.put_nowait(result)

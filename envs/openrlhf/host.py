@@ -13,6 +13,7 @@ from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
 from envgym.rewards.functions import Reward, column, finite_metrics, number, run
 
+from . import carrying
 from .engine import EngineProxy, QueueProxy, Run
 from .playing import Playing, Said
 from .reading import finite_logs, flat, plain, valid_score
@@ -112,6 +113,8 @@ class AgentHost:
             raise ConfigError(f"{target} is not a class")
         bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
         self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
+        if self._executes:
+            carrying.install()
         self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
         self._playing: dict[str, Playing] = {}

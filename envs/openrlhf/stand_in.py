@@ -1,4 +1,5 @@
-"""Answers for `openrlhf.utils.agent` where that package is not installed: the base classes that agent files import.
+"""Answers for `openrlhf.utils` where that package is not installed: the base classes that agent files import, and how
+reward functions read and grade mathematics.
 
 One set of classes serves both interfaces those files are written for: `MultiTurnAgentExecutor(AgentInstance)` with
 `execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)`, and the older
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from types import ModuleType
 from typing import Any
+
+from .mathematics import extract_boxed_answer, grade_answer
 
 
 class AgentInstanceBase(ABC):
@@ -126,12 +129,13 @@ def _logger(name: str) -> logging.Logger:
 
 CONTENT: dict[str, dict[str, Any]] = {
     "openrlhf": {},
-    "openrlhf.utils": {},
+    "openrlhf.utils": {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer},
     "openrlhf.utils.agent": {
         "AgentInstanceBase": AgentInstanceBase,
         "AgentExecutorBase": AgentExecutorBase,
         "MultiTurnAgentExecutor": MultiTurnAgentExecutor,
     },
+    "openrlhf.utils.math_utils": {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer},
     "openrlhf.utils.logging_utils": {"init_logger": _logger},
 }
 

@@ -211,6 +211,34 @@ def test_a_call_that_never_returns_is_killed_and_others_go_on(play, write, task)
     assert outcomes == [{("timeout", None)}, {("", 1.0)}, {("timeout", None)}, {("", 1.0)}]
 
 
+@pytest.mark.parametrize("module", ["openrlhf.utils", "openrlhf.utils.math_utils"])
+def test_mathematics_that_such_files_import_is_there(play, ok, write, task, module):
+    file = write(
+        f"""
+        from {module} import extract_boxed_answer, grade_answer
+
+        def reward_func(queries, prompts, labels):
+            answers = [extract_boxed_answer(query[len(prompt):]) for query, prompt in zip(queries, prompts)]
+            return [float(grade_answer(answer, label)) for answer, label in zip(answers, labels)]
+        """,
+        "reward_func.py",
+    )
+    said = [
+        r"so \boxed{41}, no: \boxed{\text{42}}",
+        r"\boxed{41}",
+        "42",
+        r"\boxed{40 + 2}",
+        r"\boxed{84/2}",
+        r"\boxed{",
+    ]
+    halves = [r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{2}", r"\boxed{}", "", r"\boxed{(1, 2)}"]
+    tasks = [task(answer=42, id="a"), task(answer=r"\frac{1}{2}", id="b")]
+    groups, engine = play(file, tasks, lambda member, turn: said[member], size=6, env={"call_timeout": 60})
+    assert [e.reward for e in ok(groups, engine)[:6]] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    groups, engine = play(file, tasks, lambda member, turn: halves[member], size=6, env={"call_timeout": 60})
+    assert [e.reward for e in ok(groups, engine)[6:]] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_a_function_has_the_main_thread_and_may_run_a_loop_of_its_own(play, ok, write, task):
     """Timeouts by signal work there; they do not in the threads that such functions run in where they come from."""
     file = write(
