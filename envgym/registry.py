@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import re
 import warnings
@@ -103,6 +104,8 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         from .remote.joined import JoinedEnvSpec
 
         return JoinedEnvSpec(name, **kwargs)
+    if "://" in name:
+        raise ConfigError(_other_scheme(name))
     if names_file(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():
@@ -203,6 +206,17 @@ def _nearest(namespace: str | None, name: str) -> str:
     return did_you_mean(env_id(namespace, name, None), [env_id(*id, None) for id in ids]) or _known(list_ids())
 
 
+def _other_scheme(url: str) -> str:
+    scheme = url.partition("://")[0]
+    said = f"{scheme}://…: environments are served at http://HOST:PORT/NAME or https://HOST:PORT/NAME (envgym serve)"
+    if scheme in ("ws", "wss"):
+        said += (
+            f"; give a server of ours as http{scheme[2:]}://… A WebSocket is how OpenEnv's servers are stepped, whose "
+            "protocol is not spoken here: write an Env that calls OpenEnv's own client"
+        )
+    return said
+
+
 def _build(id: str, target: str | type[Any], kwargs: dict[str, Any]) -> EnvSpec:
     cls = load_env_class(target) if isinstance(target, str) else target
     if issubclass(cls, EnvSpec):
@@ -219,7 +233,28 @@ def load_env_class(target: str) -> type[Any]:
             adapt = load_function(offered, "adapter of files")
             if (adapted := adapt(Path(file).expanduser().resolve(), name)) is not None:
                 return check_class(adapted, target, (EnvSpec,), "environment")
+    if set(_IMPORTS.findall(_source(file))) == {"verifiers"}:  # what knows envgym as well, knows what it does
+        raise ConfigError(
+            f"{target} is written for verifiers, whose environments and tasksets are not spoken here: write an Env "
+            "that poses its tasks and calls its rewards (docs/environments.md)"
+        )
     return load_class(target, (EnvSpec, Env), "environment")
+
+
+_IMPORTS = re.compile(r"^\s*(?:import|from)\s+(envgym|verifiers)\b", re.MULTILINE)
+
+
+def _source(where: str) -> str:
+    """The text of a file or module, which is not imported for it; empty where it has none, or cannot be read."""
+    try:
+        if names_file(where):
+            path: str | None = where
+        else:
+            found = importlib.util.find_spec(where)
+            path = None if found is None else found.origin
+        return Path(path or "").expanduser().read_text(encoding="utf-8")
+    except (ImportError, OSError, ValueError, AttributeError):
+        return ""
 
 
 def _registrations() -> dict[str, Registration]:

@@ -166,6 +166,23 @@ def test_toml_is_toml():
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page):
     folder = ROOT if (ROOT / page).exists() else ROOT / "docs"
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]):
-        if not target.startswith(("http://", "https://")):
-            assert (folder / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", PAGES[page]):
+        if target.startswith(("http://", "https://")) or not (target or anchor):
+            continue
+        assert (folder / (target or page)).exists(), target
+        if anchor:
+            text = (folder / (target or page)).read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            named = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in named, f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "[LoRA](" in PAGES[page]])
+def test_what_is_called_lora_leads_to_its_page(page):
+    assert set(re.findall(r"\[LoRA\]\(([^)#]*)", PAGES[page])) <= {"lora.md", "docs/lora.md"}
+
+
+def test_the_files_that_the_page_on_architecture_names_are_there():
+    names = set(re.findall(r"`([\w./]+(?:\.py|\.yaml|/))`", PAGES["architecture.md"]))
+    assert len(names) > 25
+    assert [name for name in names if not any((root / name).exists() for root in (ROOT, ROOT / "envgym"))] == []

@@ -343,3 +343,32 @@ def test_a_packages_malformed_id_stands_in_nobodys_way(monkeypatch):
     assert registry.list_ids() == ["Fine-v1"]
     assert registry.is_installed("Fine")
     assert registry.find("Fine").id == "Fine-v1"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ws://127.0.0.1:8000/ws", "ws://…: environments are served at http://.*OpenEnv's servers.*not spoken here"),
+        ("wss://user:secret@host/ws", "give a server of ours as https://"),
+        ("ftp://host/game", "ftp://…: environments are served at http://HOST:PORT/NAME"),
+    ],
+)
+def test_a_url_of_another_scheme_is_said_to_be_one(url, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        registry.spec(url)
+    assert "secret" not in str(error.value)
+
+
+def test_what_is_written_for_verifiers_is_said_to_be_and_not_imported(write, monkeypatch):
+    text = "import os\nimport verifiers.v1 as vf\n\nclass Sums(vf.Taskset): ...\n\ndef load_environment(): ...\n"
+    file = write(text, "sums_of_theirs.py")
+    monkeypatch.syspath_prepend(str(file.parent))
+    for name in (str(file), f"{file}:load_environment", "sums_of_theirs:load_environment"):
+        with pytest.raises(
+            ConfigError, match="is written for verifiers, whose environments and tasksets are not spoken"
+        ):
+            registry.spec(name)
+    assert "sums_of_theirs" not in sys.modules
+    ours = write("import envgym\nimport verifiers\n", "ours.py")
+    with pytest.raises(ConfigError, match="No module named 'verifiers'"):
+        registry.spec(str(ours))

@@ -18,6 +18,8 @@ from envgym.run_folder import write_atomically
 from envgym.types import Episode, Group, Message, Status, StopReason
 
 SCORER = "envgym"
+API = "none"
+"""inspect_ai's API of no model. It takes no model's name without one, and ours may be a folder, or of any server."""
 LIMITS = {"turns": "turn", "tokens": "token", "length": "token", "context": "context", "time": "time"}
 """Ours of the limits that inspect_ai has a name for; the others are `custom`."""
 STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens"}
@@ -63,9 +65,11 @@ def inspect_log(
     evaluation asked the task again). A failed one has an `error` and no score, which inspect_ai leaves out of its
     metrics as we do; one without a score has none either; a truncated one says which `limit` it met, with what it had
     used by then. `metrics` are what the evaluation reports (`inspect_metrics`), the first of them in front; None are
-    left out. `created` and `completed` are ISO 8601 times with a zone. `sampling` are those of `SAMPLING` that were
-    set; `settings` are kept as metadata, `version` is envgym's. Write the log with its keys in the order they have.
+    left out. The model is named as one of no API, `none/MODEL`; the metadata has its own name. `created` and
+    `completed` are ISO 8601 times with a zone. `sampling` are those of `SAMPLING` that were set; `settings` are kept as
+    metadata, `version` is envgym's. Write the log with its keys in the order they have.
     """
+    settings, model = {**settings, "model": model}, f"{API}/{model}"
     played = sorted(episodes, key=lambda episode: (episode.group, episode.member))
     samples = [_sample(episode, epoch, model, created) for episode, epoch in _epochs(played)]
     scored: dict[str, list[float]] = {}

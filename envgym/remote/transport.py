@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -174,6 +175,9 @@ class Transport(ABC):
                 if answer.status < 400:
                     return answer.content
                 failure = self._refused(method, path, answer)
+                if answer.status == 404 and path == ENVS and await self._is_openenv():
+                    what = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
+                    raise RemoteError("server", f"{self.url}: {what} own client", retryable=False)
                 if answer.status == 429 and not isinstance(failure, Full):
                     wait = answer.retry_after  # a proxy's: under the deadline, as often as it says
                 elif not (isinstance(failure, RemoteError) and failure.kind == "connection"):
@@ -187,6 +191,14 @@ class Transport(ABC):
             self.counters.retries += 1
             await asyncio.sleep(wait)
 
+    async def _is_openenv(self) -> bool:
+        """Whether what answers, and knows no environments of ours, says that it is a server of OpenEnv."""
+        try:
+            document = json.loads((await self._send("GET", "/openapi.json", None)).content)
+            return set(document["paths"]) >= OPENENV_PATHS
+        except (RemoteError, ValueError, TypeError, KeyError):
+            return False
+
     def _refused(self, method: Method, path: str, answer: Answer) -> EnvgymError:
         if answer.content_type == "application/problem+json":
             try:
@@ -197,6 +209,11 @@ class Transport(ABC):
         phrase = http.client.responses.get(answer.status, "")
         what = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
         return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
+
+
+ENVS = "/v1/envs"
+"""What a server is asked first."""
+OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
 
 
 class HttpTransport(Transport):

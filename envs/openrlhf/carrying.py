@@ -13,15 +13,14 @@ import functools
 import http.client
 import http.server
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-
-from envgym.listening import is_loopback
 
 from .engine import current, runs
 
 HEADER = "x-envgym-episode"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HTTPX = ("httpx", "httpx2")
 """One library, under the names that it has had; the `openai` library asks by it."""
 
@@ -29,7 +28,9 @@ HTTPX = ("httpx", "httpx2")
 def install() -> None:
     """Let clients and servers of the libraries that are installed carry it from now on, in this process."""
     _install_standard_library()
-    for install_in in (_install_starlette, _install_aiohttp, *(partial(_install_httpx, name) for name in HTTPX)):
+    libraries: list[Callable[[], None]] = [_install_starlette, _install_aiohttp]
+    libraries += [partial(_install_httpx, name) for name in HTTPX]
+    for install_in in libraries:
         with contextlib.suppress(ImportError):
             install_in()
 
@@ -37,7 +38,7 @@ def install() -> None:
 def _told(host: str | None) -> dict[str, str]:
     """The header for a request to `host`. Other machines are told nothing."""
     run = current.get(None)
-    return {HEADER: run.id} if run is not None and is_loopback(host or "") else {}
+    return {HEADER: run.id} if run is not None and host in LOOPBACK else {}
 
 
 def _hear(headers: Mapping[str, str] | Any) -> None:
@@ -115,5 +116,5 @@ def _install_aiohttp() -> None:
         _hear(asked.headers)
         return await handle(self, asked)
 
-    ClientSession._request = tell  # type: ignore[method-assign]
-    web.Application._handle = hear  # type: ignore[method-assign]
+    ClientSession._request = tell  # type: ignore[assignment, method-assign]
+    web.Application._handle = hear  # type: ignore[assignment, method-assign]

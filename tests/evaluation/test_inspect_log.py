@@ -213,7 +213,7 @@ def test_results_are_the_evaluation_s_own():
     ]
     assert log["eval"]["model_generate_config"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64}
     assert log["eval"]["metadata"]["nothing"] is None
-    assert log["stats"]["model_usage"]["models/starter"]["output_tokens"] == 5 + 5 + 6 + 4 + 2 + 9
+    assert log["stats"]["model_usage"]["none/models/starter"]["output_tokens"] == 5 + 5 + 6 + 4 + 2 + 9
 
 
 def test_the_log_is_strict_json_and_the_same_each_time():
@@ -265,7 +265,8 @@ def test_an_evaluation_leaves_a_log_for_each_environment(tmp_path):
     log = files[log_name("shop", CREATED)]
     assert len(log["samples"]) == 8
     assert log["results"]["scores"][0]["metrics"]["mean"]["value"] == result["envs"]["shop"]["score"]
-    assert log["eval"]["metadata"] == {"suite": "smoke", "seed": 42, **played}
+    assert log["eval"]["metadata"] == {"suite": "smoke", "seed": 42, **played, "model": "models/starter"}
+    assert log["eval"]["model"] == "none/models/starter", "inspect_ai takes a model by API/NAME alone"
     assert log["eval"]["model_generate_config"]["temperature"] == 0.0
 
 
@@ -297,7 +298,7 @@ for info in list_eval_logs(sys.argv[1]):
         "roles": [type(message).__name__ for message in last.messages],
         "call": [last.messages[2].tool_calls[0].function, last.messages[2].tool_calls[0].arguments],
         "completion": last.output.completion, "stop": last.output.stop_reason,
-        "tokens": log.stats.model_usage["models/starter"].total_tokens,
+        "tokens": log.stats.model_usage["none/models/starter"].total_tokens,
     })
 print(json.dumps(said))
 """
@@ -326,6 +327,9 @@ def logs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_inspect_ai_reads_our_log(inspect_venv, logs):
+    for log in logs.glob("*shop*.json"):  # it makes the model that a log names, before it scores anything
+        score = [inspect_venv / "inspect", "score", log, "--scorer", "match", "--action", "append"]
+        subprocess.run([*score, "--output-file", logs.parent / "scored.json"], check=True, timeout=120)
     done = subprocess.run([inspect_venv / "python", "-c", READ, logs], check=True, capture_output=True, timeout=120)
     said = {of["task"]: of for of in json.loads(done.stdout.splitlines()[-1])}
     assert set(said) == {"shop-v0", "math-verify-v0"}
@@ -348,7 +352,7 @@ def test_inspect_ai_reads_our_log(inspect_venv, logs):
     assert read["roles"] == roles
     assert read["call"] == ["stock", {"item": "tea", "shops": [1, 2]}]
     assert (read["completion"], read["stop"]) == ("12", "stop")
-    assert read["tokens"] == ours["stats"]["model_usage"]["models/starter"]["total_tokens"]
+    assert read["tokens"] == ours["stats"]["model_usage"]["none/models/starter"]["total_tokens"]
     # What inspect_ai makes of our samples, epochs averaged first, is what we report where no task is asked twice.
     once = said["math-verify-v0"]
     assert once["recomputed"] == pytest.approx([once["metrics"]["mean"], once["metrics"]["stderr"]], abs=1e-12)

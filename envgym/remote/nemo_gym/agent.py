@@ -52,14 +52,14 @@ class AgentServer:
 
     async def _run(self, request: web.Request) -> web.Response:
         row = await body_of(request)
-        place = place_of(row, self._name)
         if self._model_server is None:
             raise web.HTTPServiceUnavailable(text="/run needs a policy: serve with --model-server URL")
         async with self._places:
             try:
-                playing, _ = await pose(self._spec, place, row)
-            except UnknownRow:
-                raise  # a mistake in what is asked, not a rollout that failed
+                playing, _ = await pose(self._spec, place_of(row, self._name), row)
+            except UnknownRow as error:  # with another status their collector would give all other rows up
+                logger.warning("a row is refused: %s", error)
+                return web.json_response(_failed(row, [], error))
             except Exception as error:
                 return web.json_response(_failed(row, [], error))
             output: list[Item] = []
@@ -116,8 +116,8 @@ class AgentServer:
 
 
 def _failed(row: Mapping[str, Any], output: list[Item], error: Exception) -> Item:
-    """The row of a rollout that says nothing about the policy. Their collector keeps it apart, in a file of failures;
-    it has no reward, so that nobody takes it for one of zero."""
+    """The row of a rollout that says nothing about the policy, or that is none of ours. Their collector keeps it apart,
+    in a file of failures; it has no reward, so that nobody takes it for one of zero."""
     if not isinstance(error, EnvgymError):
         logger.error("a rollout failed", exc_info=error)
     kind = error.kind if isinstance(error, InvalidOutcome) else type(error).__name__

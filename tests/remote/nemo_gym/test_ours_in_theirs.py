@@ -256,7 +256,6 @@ def test_every_response_sets_the_cookie_and_sessions_are_apart(served):
     [
         ("stones", "/seed_session", lambda row: row | {"envgym": None}, 422, "does not name a task"),
         ("stones", "/seed_session", lambda row: row | {"envgym": row["envgym"] | {"env": "x"}}, 422, "is 'stones'"),
-        ("stones", "/run", lambda row: row | {"responses_create_params": {"input": "9 stones"}}, 422, "anew"),
         ("stones", "/reset", lambda row: row | {"responses_create_params": {"input": "3 apples"}}, 422, "anew"),
         ("stones", "/seed_session", lambda row: b"[]", 400, "a JSON object"),
         ("stones", "/take", lambda row: {"count": 1}, 409, "no session"),
@@ -269,6 +268,27 @@ def test_what_is_asked_wrongly_is_refused(served, name, path, change, status, sa
     assert answer[0] == status
     assert says in answer[1]
     assert answer[2].startswith("envgym_session=")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: row | {"responses_create_params": {"input": "9 stones"}}, "write the rows anew"),
+        (lambda row: row | {"envgym": None}, "does not name a task"),
+        (lambda row: row | {"responses_create_params": None}, "responses_create_params: "),
+    ],
+)
+def test_a_row_that_is_refused_is_one_that_failed_and_costs_the_others_nothing(served, change, says):
+    """Their collector ends at the first answer that is no 200."""
+    folder, port = served
+    row = change(first_row(folder, "stones"))
+    status, text, _ = ask(port, "/run", row)
+    answer = json.loads(text)
+    assert status == 200
+    assert (answer["_ng_failure_class"], answer["failure_kind"]) == ("legitimate", "UnknownRow")
+    assert says in answer["error_message"]
+    assert "reward" not in answer
+    assert answer["envgym"] == row["envgym"]
 
 
 def test_what_cannot_be_judged_is_no_reward_of_zero(served):
