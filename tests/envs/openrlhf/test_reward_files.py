@@ -231,7 +231,7 @@ def test_mathematics_that_such_files_import_is_there(play, ok, write, task, modu
         r"\boxed{84/2}",
         r"\boxed{",
     ]
-    halves = [r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{2}", r"\boxed{}", "", r"\boxed{(1, 2)}"]
+    halves = [r"\boxed{0.5}", r"\boxed{\dfrac{1}{2}}", r"\boxed{2}", r"\boxed{}", "", r"\boxed{(1, 2)}"]
     tasks = [task(answer=42, id="a"), task(answer=r"\frac{1}{2}", id="b")]
     groups, engine = play(file, tasks, lambda member, turn: said[member], size=6, env={"call_timeout": 60})
     assert [e.reward for e in ok(groups, engine)[:6]] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
