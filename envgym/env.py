@@ -32,6 +32,8 @@ from .fingerprint import source_hash, text_hash
 from .types import Action, Episode, Judgement, Message, Observation, Task, as_observation
 from .validation import Settings, settings_error
 
+MOST_CHARACTERS = 4_000_000
+"""Of an observation: no context holds as many, and making tokens of them would hold everything up."""
 Info = dict[str, Any]
 StepResult = tuple[Any, float | None, bool, bool, Info]
 
@@ -402,9 +404,16 @@ class CheckedEnv(Env):
 
     def _observation(self, value: Any) -> Observation:
         try:
-            return as_observation(value)
+            observation = as_observation(value)
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+        size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
+        if size > MOST_CHARACTERS:
+            raise InvalidStep(
+                f"{self.spec.id}: an observation has {size:,} characters, more than the {MOST_CHARACTERS:,} that are "
+                "rendered: show the policy a part of it"
+            )
+        return observation
 
 
 def first_words(cls: type) -> str:

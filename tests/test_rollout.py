@@ -228,6 +228,7 @@ class Outside(BaseException):
         (lambda: ("", float("nan"), True, False, {}), "invalid_environment", "finite"),
         (lambda: ("", "one", True, False, {}), "invalid_environment", "a reward is a number"),
         (lambda: ("", 1.0, True), "invalid_environment", "step must return"),
+        (lambda: ("x" * 4_000_001, 1.0, True, False, {}), "invalid_environment", "has 4,000,001 characters, more than"),
     ],
 )
 def test_an_environment_that_breaks_is_a_failure_and_never_a_reward(world, step, kind, says):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from envgym import heeding
+from envgym.deadline import Deadline
 from envgym.engines.base import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.heeding import Unheeded, ends_us, heeded
 from envgym.rollout import apply_judgement, as_judgement
 from envgym.transcript import Transcript
 from envgym.types import Action, Episode, Message, Observation, Outcome, Task
@@ -47,9 +50,9 @@ class Played:
     first: Observation | None = None
     info: Info = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
     failed_in: str = ""
-    close_error: Exception | None = None
+    close_error: BaseException | None = None
     reset_seconds: float = 0.0
     odd_flag: str = ""
     """What the environment returned as `terminated` or `truncated` that is no truth value."""
@@ -196,11 +199,10 @@ class Player:
             self._env = self._make() if env is None else env
             self._watch_flags(self._env)
             await self._env.acquire()  # waiting for a place is not the call's own time
-            async with asyncio.timeout(self._limit):
-                options = {"task": played.task}
-                played.first, played.info = await self._env.reset(seed=played.seed, options=options)
-        except Exception as error:
-            played.error = self._told(error)
+            options = {"task": played.task}
+            played.first, played.info = await self._call(self._env.reset(seed=played.seed, options=options))
+        except BaseException as error:
+            played.error = _of_environment(error)
         played.reset_seconds = time.monotonic() - start
         return played.error is None
 
@@ -215,12 +217,12 @@ class Player:
             return False
         played.failed_in, start = "step", time.monotonic()
         try:
-            async with asyncio.timeout(self._limit):
-                answer = await self._env.step(action)
-        except Exception as error:
-            played.error = self._told(error)
+            observation, reward, terminated, truncated, info = await self._call(self._env.step(action))
+        except BaseException as error:
+            played.error = _of_environment(error)
             return False
-        played.turns.append(Turn(action, *answer, time.monotonic() - start))
+        seconds = time.monotonic() - start
+        played.turns.append(Turn(action, observation, reward, terminated, truncated, info, seconds))
         return not played.ended
 
     async def end(self) -> Played:
@@ -229,16 +231,31 @@ class Player:
             self.played.failed_in = self.played.failed_in if self.played.error else "close"
             self._limit = min(CLOSE_SECONDS, self._limit)
             try:
-                async with asyncio.timeout(self._limit):
-                    await self._env.close()
-            except Exception as error:
-                self.played.close_error = self._told(error)
+                await self._call(self._env.close())
+            except BaseException as error:
+                self.played.close_error = _of_environment(error)
         return self.played
 
-    def _told(self, error: Exception) -> Exception:
-        if isinstance(error, TimeoutError) and not str(error):
-            return CallTimeout(f"{self.played.failed_in} took longer than {self._limit:g} s")
-        return error
+    async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """What a call comes to within the limit."""
+        what = self.played.failed_in
+        deadline = Deadline(self._limit)
+
+        async def limited() -> Any:
+            async with deadline:
+                return await work
+
+        try:
+            return await heeded(limited())
+        except Unheeded:
+            grace = heeding.GRACE_SECONDS
+            raise CallTimeout(
+                f"{what} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
+            ) from None
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise CallTimeout(f"{what} took longer than {self._limit:g} s") from None
 
     def _watch_flags(self, checked: CheckedEnv) -> None:
         """Note flags that are no truth values: behind `CheckedEnv` they are already made into some."""
@@ -263,6 +280,13 @@ class Player:
         watched.is_watched = True
         watched.__name__ = "step"
         checked.env.step = watched  # type: ignore[method-assign]
+
+
+def _of_environment(error: BaseException) -> BaseException:
+    """`error`, where it is one of an episode. Raises what ends this process, or the check."""
+    if isinstance(error, SystemExit | KeyboardInterrupt) or ends_us(error):
+        raise error
+    return error
 
 
 async def play(

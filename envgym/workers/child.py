@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym import errors
+from envgym.heeding import ends_us
 
 from .frames import Outbox, read_frame
 
@@ -107,10 +108,12 @@ class Host:
     async def _finish(self, call: int, result: Any) -> None:
         try:
             self._outbox.post((call, None, await result))
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, SystemExit | KeyboardInterrupt) or ends_us(error):
+                raise
             self._fail(call, error)
 
-    def _fail(self, call: int, error: Exception) -> None:
+    def _fail(self, call: int, error: BaseException) -> None:
         traceback.print_exception(error)
         self._outbox.post((call, describe_error(error), None))
 

@@ -18,6 +18,8 @@ QUICK = {
     "tasks.py:OverlappingSplits": ("splits", "10 of 40 held-out tasks are also among 60"),
     "returns.py:TextReward": ("types", "a reward is a number or None, not '1.0'"),
     "returns.py:HoldsTheLoopForGood": ("episodes", "held for good in step"),
+    "returns.py:SwallowsItsEnd": ("episodes", "step goes on 0.2 s after it was cancelled"),
+    "returns.py:CancelsATask": ("episodes", "step raised CancelledError"),
     "repeats.py:IgnoresItsSeed": ("seed", "lucky number is"),
     "repeats.py:SharedSecret": ("isolation", "with others in play"),
     "rewards.py:LeaksInThePrompt": ("leak", "100% of 45 tasks"),

@@ -62,6 +62,11 @@ class Worker:
         os.kill(os.getpid(), signal.SIGINT)
         return "alive"
 
+    async def lose(self):
+        task = asyncio.ensure_future(asyncio.sleep(1000))
+        task.cancel()
+        await task
+
     def fail(self, kind):
         if kind == "config":
             raise ConfigError("mend the key")
@@ -175,6 +180,8 @@ def test_an_exception_is_one_line_and_the_worker_lives_on(worker_module, tmp_pat
         with pytest.raises(InvalidOutcome, match=r"^no judge$") as outcome:
             await worker.call("fail", "outcome")
         assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
+        with pytest.raises(WorkerError, match="CancelledError"):  # of a task of its own, which nobody asked for
+            await asyncio.wait_for(worker.call("lose"), 30)
         with pytest.raises(WorkerError, match="no_such_method"):
             await worker.call("no_such_method")
         with pytest.raises(WorkerError, match="pickle"):

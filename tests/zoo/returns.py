@@ -1,12 +1,15 @@
 """What comes back is not what Gymnasium's tuples hold, or does not come back at all."""
 # ruff: noqa: ASYNC251  (they are here to be found)
 
+import asyncio
+import contextlib
 import os
 import time
 
 from healthy import Sums
 
 import envgym
+import envgym.heeding
 
 
 class NanReward(Sums):
@@ -73,6 +76,27 @@ class TrustsThePolicy(Sums):
 
     def is_right(self, text):
         return int(text) == int(self.task.answer)
+
+
+class SwallowsItsEnd(Sums):
+    """Takes a cancellation for one more reason to try again."""
+
+    Config = type("Config", (envgym.EnvConfig,), {"__annotations__": {"call_timeout": float}, "call_timeout": 0.3})
+
+    def __init__(self):
+        envgym.heeding.GRACE_SECONDS = 0.2  # of this process, which is the check's own
+
+    async def step(self, action):
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+
+class CancelsATask(Sums):
+    async def step(self, action):
+        task = asyncio.create_task(asyncio.sleep(1000))
+        task.cancel()
+        await task
 
 
 class HangsInReset(Sums):
