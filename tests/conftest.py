@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from hypothesis import settings
 # Threads that wait must sleep: spinning, on a machine that is busy, made a worker test of ten seconds one of minutes.
 # Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and " amx_bf16 " in Path("/proc/cpuinfo").read_text():
+    # Some virtual machines show their programs a matrix unit that they then may not use: torch dies in bfloat16.
+    product = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    if subprocess.run([sys.executable, "-c", product], capture_output=True).returncode < 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
 
 # A shell starts what runs in the background with Ctrl-C ignored, and so would be all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
