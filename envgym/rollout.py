@@ -72,6 +72,7 @@ class Runner:
         self._fingerprints: dict[int, dict[str, str]] = {}
         self.unscored: set[str] = set()
         """Environments whose rewards are known to be no scores."""
+        self._task_hash: tuple[Task | None, str] = (None, "")
 
     async def play(
         self,
@@ -163,6 +164,9 @@ class Runner:
 
     async def _play_once(self, group: Group, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
         task = group.task
+        if self._task_hash[0] is not task:  # the members of a group start one after the other
+            self._task_hash = (task, task_hash(task))
+        hashed = self._task_hash[1]
         spec = self.spec.of(task)
         env_seed = derived_seed(self.seed, task.key)
         # The group is part of the name: a small task set comes round again within one step.
@@ -202,7 +206,7 @@ class Runner:
         episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
         episode.member, episode.attempt = member, attempt
         episode.seed, episode.seconds = env_seed, time.monotonic() - start
-        episode.fingerprints = {**self._fingerprint(spec), "task": task_hash(task)}
+        episode.fingerprints = {**self._fingerprint(spec), "task": hashed}
         return episode
 
     async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:

@@ -20,7 +20,8 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     precision of a float32.
     """
     pa, pq = _pyarrow("writing rollouts")
-    table = pa.Table.from_pylist([_columns(episode) for episode in episodes], _schema(pa))
+    written: dict[int, str] = {}  # a task, which the members of a group share, is written out once
+    table = pa.Table.from_pylist([_columns(episode, written) for episode in episodes], _schema(pa))
     temporary = path.with_name(path.name + ".tmp")
     pq.write_table(table, temporary, compression="zstd")
     os.replace(temporary, path)
@@ -114,15 +115,17 @@ SAME = ("id", "env", "group", "member", "seed", "attempt", "reward", "score", "s
 """Columns that are an episode's record under the same name and in the same form."""
 
 
-def _columns(episode: Episode) -> dict[str, Any]:
+def _columns(episode: Episode, written: dict[int, str]) -> dict[str, Any]:
     record = to_record(episode)
-    task, outcome = record["task"], record["outcome"]
+    outcome = record["outcome"]
+    if (task := written.get(id(episode.task))) is None:
+        task = written[id(episode.task)] = json.dumps(record["task"], default=str)
     return {
         **{name: record[name] for name in SAME},
         "task": episode.task.key,
         "answer": None if episode.task.answer is None else str(episode.task.answer),
         "policy_answer": record["answer"],
-        "task_json": json.dumps(task, default=str),
+        "task_json": task,
         "status": outcome["status"],
         "reason": outcome["reason"],
         "retryable": outcome["retryable"],

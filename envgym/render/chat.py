@@ -50,7 +50,7 @@ class ChatDialogue(Dialogue):
         self._text = ""  # the conversation so far, exactly
         self._raw = False  # whether it holds text that no template wrote
         self._turns: list[Written] = []
-        self._forms: list[Written] = []  # in which the policy's last turn may be given to the template
+        self._last_turn: tuple[Message, Sequence[int], Reading | None] | None = None  # the policy's, not yet answered
 
     def _begun(self, observation: Observation, text: str) -> None:
         self._text = text
@@ -71,6 +71,7 @@ class ChatDialogue(Dialogue):
         return f"<think>\n{content}" if self._opens_thought and closed and "<think>" not in thought else content
 
     def _demonstration(self, turn: Message) -> str:
+        self._take_last_turn()
         end = self._template.end_of_turn or self.renderer.tokenizer.eos_token or ""
         if self._raw:
             return turn.text + (self._written("", turn.tool_calls) if turn.tool_calls else "") + end
@@ -90,6 +91,14 @@ class ChatDialogue(Dialogue):
         return self._template.turn(self._template.assistant(content, calls))
 
     def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+        self._take_last_turn()
+        self._last_turn = message, token_ids, reading  # most episodes end here, and nothing more is asked of it
+
+    def _take_last_turn(self) -> list[Written]:
+        """Add the policy's last turn to the text. Returns the forms in which it may be given to the template."""
+        if self._last_turn is None:
+            return []
+        (message, token_ids, reading), self._last_turn = self._last_turn, None
         exact = self.renderer.decode_after(self._body(token_ids))
         # Special tokens that write calls must not be lost; other than that they are no part of what is said.
         contents = [exact, message.text] if message.tool_calls else [message.text, exact]
@@ -99,10 +108,11 @@ class ChatDialogue(Dialogue):
             forms.insert(0, self._template.assistant(content, reading.calls))
         elif self._opens_thought and "</think>" not in exact:
             forms.insert(0, {**self._template.assistant(""), "reasoning_content": exact})
-        self._forms = [form for at, form in enumerate(forms) if form not in forms[:at]]
         self._text += self.renderer.decode_after(token_ids)
+        return [form for at, form in enumerate(forms) if form not in forms[:at]]
 
     def _told(self, text: str) -> None:
+        self._take_last_turn()
         self._raw = True
         self._text += text
 
@@ -120,9 +130,10 @@ class ChatDialogue(Dialogue):
                 "return messages or text throughout, or set render=text"
             )
         new = self._template.written(observation.messages)
+        forms = self._take_last_turn()
         rendered: list[tuple[str, list[Written]]] = []
         refusal: InvalidStep | None = None
-        for said in [[form] for form in self._forms] or [[]]:
+        for said in [[form] for form in forms] or [[]]:
             turns = [*self._turns, *said, *new]
             try:
                 rendered.append((self._template.render(turns, self.tools), turns))
@@ -133,11 +144,11 @@ class ChatDialogue(Dialogue):
                 break
         if not rendered:
             assert refusal is not None
-            if self._forms and self._takes([*self._turns, self._template.assistant("said"), *new]):
+            if forms and self._takes([*self._turns, self._template.assistant("said"), *new]):
                 raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
             raise refusal
         text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]
-        before, self._text, self._forms = self._text, text, []
+        before, self._text = self._text, text
         if text.startswith(before):
             return Extension(self.renderer.encode_after(self._last, text[len(before) :]))
         return Extension(self.renderer.encode(text), fork=True)

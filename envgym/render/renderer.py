@@ -27,6 +27,11 @@ class Renderer(ABC):
             index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
         }
         """Tokens that the tokenizer finds in any text before it looks at the rest (special ones among them), by id."""
+        decodes = getattr(type(tokenizer), "_decode", None)
+        # Where transformers only hands ids on, they are given straight to what decodes: it looks at each of them first,
+        # which takes longer than decoding. (Some classes decode in a way of their own.)
+        hands_on = getattr(decodes, "__module__", "") == "transformers.tokenization_utils_tokenizers"
+        self._backend = tokenizer.backend_tokenizer if hands_on else None
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -131,6 +136,8 @@ class Renderer(ABC):
         return ids, self._decode(ids)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

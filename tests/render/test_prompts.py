@@ -4,6 +4,8 @@ What is right is said by mistral_common, which makes the ids of a conversation w
 vocabularies, with code of its own.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import mistral_common
@@ -147,3 +149,19 @@ def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"model .*: its tokenizer cannot be loaded \(") as refused:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_a_common_tokenizer_loads_without_the_models_of_transformers(tiny_model):
+    program = f"""
+import sys
+from envgym.render import load_tokenizer, make_renderer
+tokenizer = load_tokenizer({str(tiny_model)!r})
+make_renderer("auto", tokenizer)
+print(tokenizer.encode("12 + 34?"), "torch" in sys.modules)
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained({str(tiny_model)!r}).encode("12 + 34?"), False)
+"""
+    ours, theirs = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.splitlines()
+    assert ours == theirs
