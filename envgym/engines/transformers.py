@@ -60,7 +60,8 @@ class TransformersEngine:
     """Implements `envgym.engines.base.Engine`; takes the arguments of `VLLMEngine`.
 
     `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
-    and a request with a seed has a generator of its own. Nor does `lora_rank`: an adapter of any rank can be loaded.
+    and a request with a seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight,
+    and `lora_rank`: an adapter of any rank can be loaded.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TransformersEngine:
         max_model_len: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        concurrency: int | None = None,
         lora_rank: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:

@@ -29,6 +29,8 @@ add it, so that the next turn of an episode joins the very next step. A turn cos
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetition": StopReason.LENGTH}
 """What vLLM's finish reasons mean. The others (`abort`, `error`) say that the request was not answered."""
 
+MOST_AT_ONCE = 1024
+"""Requests in one step, as vLLM has it itself on large devices."""
 CPU_CACHE_BYTES = 2 * 2**30
 GPU_SHARE = 0.5
 """Of a device's memory, for weights and cache; the workers that learn share the device. vLLM's own is 0.92."""
@@ -41,6 +43,8 @@ class VLLMEngine:
     max_model_len  context length in tokens, prompt and answer together; None takes the model's
     deterministic  the same requests in the same order give the same bits: prompts are never cut into chunks and
                    no key or value computed for another request is used again
+    concurrency    requests that will be in flight at once, so that as many may be sampled in one step of vLLM's (but
+                   no more than 1024, beyond which a step only gets longer); None takes vLLM's own number
     lora_rank      the largest rank of adapters that will be loaded; 0: none will be
     engine_args    any argument of vLLM's `EngineArgs`
 
@@ -56,6 +60,7 @@ class VLLMEngine:
         max_model_len: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        concurrency: int | None = None,
         lora_rank: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -69,6 +74,8 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._version = _import_vllm()
         arguments = dict(engine_args or {})
+        if concurrency is not None:
+            arguments.setdefault("max_num_seqs", min(concurrency, MOST_AT_ONCE))
         self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, arguments)
         self._adapter: Any = None
         config = self._engine.vllm_config.model_config
@@ -292,6 +299,7 @@ def _build(
 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in engine_args:
@@ -306,6 +314,7 @@ def _build(
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
+        "disable_log_stats": True,  # nobody reads them here, and keeping them takes time at every token
         "enable_prefix_caching": not deterministic,
         "worker_extension_cls": f"{WeightFile.__module__}.{WeightFile.__qualname__}",
         # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
@@ -328,7 +337,8 @@ def _build(
     try:
         from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
 
-        return LLMEngine.from_engine_args(EngineArgs(**settings))
+        # Many requests at once, none of which somebody waits for: in this context vLLM takes more tokens a step.
+        return LLMEngine.from_engine_args(EngineArgs(**settings), usage_context=UsageContext.LLM_CLASS)
     except (ImportError, MissingDependency):
         raise
     except Exception as error:

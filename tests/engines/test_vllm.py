@@ -112,6 +112,23 @@ def ends(tiny_model, monkeypatch):
     return make
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"concurrency": 300}, 300),
+        ({"concurrency": 5000}, 1024),
+        ({"concurrency": 300, "engine_args": {"max_num_seqs": 4}}, 4),
+        ({}, None),
+    ],
+)
+def test_as_many_requests_share_a_step_as_the_run_has_at_once(ends, monkeypatch, tiny_model, arguments, expected):
+    ends("stop")
+    given = []
+    monkeypatch.setattr("envgym.engines.vllm._build", lambda *args: given.append(args[-1]) or Ends("stop"))
+    VLLMEngine(str(tiny_model), **arguments)
+    assert given[0].get("max_num_seqs") == expected
+
+
 @pytest.mark.parametrize(("reason", "meant"), [("stop", "stop"), ("length", "length"), ("repetition", "length")])
 def test_why_a_request_ended(ends, reason, meant):
     engine = ends(reason)
