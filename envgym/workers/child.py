@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -85,6 +86,9 @@ class Host:
         except Exception as error:
             self._fail(START, error)
             return False
+        # What libraries have made by now stays: every full collection would go through all of it.
+        gc.collect()
+        gc.freeze()
         self._outbox.post((START, None, None))
         return True
 

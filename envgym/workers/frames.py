@@ -15,14 +15,20 @@ from typing import Any
 _LENGTH = struct.Struct("!Q")
 
 
-class Outbox:
-    """Collects messages and writes those of one turn of the event loop as one frame, in order.
+FEW = 16
+"""Messages after which a frame is written where the turn need not be waited for."""
 
-    A wave of calls therefore reaches the worker whole: none of it runs there before all of it has arrived.
+
+class Outbox:
+    """Collects messages and writes them in frames, in order: those of one turn of the event loop as one.
+
+    With `whole_turns` a wave of calls reaches the worker whole: none of it runs there before all of it has arrived.
+    Without, a frame is written every few messages, so that the worker begins while there is more to come.
     """
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, *, whole_turns: bool = True) -> None:
         self._writer = writer
+        self._whole_turns = whole_turns
         self._messages: list[bytes] = []
 
     def post(self, message: Any) -> None:
@@ -31,6 +37,8 @@ class Outbox:
         if not self._messages:
             asyncio.get_running_loop().call_soon(self.flush)
         self._messages.append(data)
+        if not self._whole_turns and len(self._messages) >= FEW:
+            self.flush()
 
     def flush(self) -> None:
         if self._messages:

@@ -37,6 +37,8 @@ class LocalWorker:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        *,
+        whole_turns: bool = True,
     ) -> None:
         self._name = name
         self.log = log
@@ -44,7 +46,7 @@ class LocalWorker:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._outbox = Outbox(writer)
+        self._outbox = Outbox(writer, whole_turns=whole_turns)
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._last_call = START
         self._end: WorkerError | None = None
@@ -144,11 +146,14 @@ class LocalWorker:
 class LocalRuntime:
     """Starts workers as child processes whose output goes to `log_dir/NAME.log`.
 
+    With `deterministic`, calls that are made in one turn of the event loop begin in the worker together.
+
     Start workers from the main thread: the kernel ends them with the thread that made them.
     """
 
-    def __init__(self, log_dir: Path | str) -> None:
+    def __init__(self, log_dir: Path | str, *, deterministic: bool = True) -> None:
         self._log_dir = Path(log_dir)
+        self._deterministic = deterministic
         self._workers: list[LocalWorker] = []
 
     async def start(
@@ -187,7 +192,7 @@ class LocalRuntime:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return LocalWorker(name, log, process, reader, writer)
+        return LocalWorker(name, log, process, reader, writer, whole_turns=self._deterministic)
 
 
 def _describe_status(status: int) -> str:

@@ -58,6 +58,10 @@ class Worker:
     def environment(self, name):
         return os.environ.get(name), os.getpid(), os.getppid()
 
+    def frozen(self):
+        import gc
+        return gc.get_freeze_count()
+
     def sigint(self):
         os.kill(os.getpid(), signal.SIGINT)
         return "alive"
@@ -156,6 +160,26 @@ def test_a_wave_is_one_frame_started_in_order_before_anything_else(worker_module
         return await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
 
     assert with_worker(worker_module, tmp_path, body) == [list(range(512))] * 512
+
+
+def test_a_worker_begins_while_there_is_more_to_come_where_waves_need_not_be_whole(worker_module, tmp_path):
+    async def main():
+        runtime = LocalRuntime(tmp_path / "logs", deterministic=False)
+        worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
+        found = await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
+        await runtime.close()
+        return found[0]
+
+    found = asyncio.run(main())
+    assert len(found) < 512
+    assert found == list(range(len(found)))
+
+
+def test_what_a_worker_has_imported_is_left_out_of_garbage_collections(worker_module, tmp_path):
+    async def body(worker):
+        return await worker.call("frozen")
+
+    assert with_worker(worker_module, tmp_path, body) > 10_000
 
 
 def test_coroutines_overlap_and_a_cancelled_call_is_cancelled_there(worker_module, tmp_path):
