@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -197,6 +198,10 @@ async def _run_stage(
                 interrupts.listen(trainer.stop.set)
                 spent = trainer.progress.seconds
                 spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
+                # What was imported and started stays to the end: no full collection need go through it at every step.
+                gc.collect()
+                gc.freeze()
+                stack.callback(gc.unfreeze)
                 await trainer.run()
                 display.phase("saving the policy")
                 saving = time.monotonic()

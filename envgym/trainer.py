@@ -69,6 +69,9 @@ class Parts:
 class Trainer:
     """Runs one stage. When `run` returns its steps are done; Ctrl-C is `stop.set()`."""
 
+    _writing: asyncio.Future[None] | None = None
+    """The step's episodes on their way to the disk."""
+
     def __init__(self, run: RunConfig, stage: StageConfig, parts: Parts, folder: RunFolder, display: Display) -> None:
         self.stage = stage
         self.parts = parts
@@ -135,10 +138,14 @@ class Trainer:
     async def take_step(self) -> None:
         started = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
-        groups = await self.roll_out()
-        await self.score(groups)
-        self.boundary = None
-        await self.learn(groups)
+        try:
+            groups = await self.roll_out()
+            await self.score(groups)
+            self.boundary = None
+            await self.learn(groups)
+        finally:
+            if self._writing is not None:  # beside the learning: a step is whole once its episodes are on the disk
+                await self._writing
         self.progress.step += 1
         self.progress.recorded = False
         self.boundary = self.state()
@@ -170,7 +177,9 @@ class Trainer:
             groups = self.buffer.take(config.tasks)
             if self.parts.engine is not None:  # a replay only copies its data
                 episodes = [episode for group in filling.played for episode in group.episodes]
-                await asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), episodes)
+                self._writing = asyncio.ensure_future(
+                    asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), episodes)
+                )
             check_failures(filling.played, config.max_failed_share)
         if not groups:
             raise RolloutFailed(f"step {step}: {nothing_kept(filling, config)}")

@@ -86,6 +86,25 @@ def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told():
         asyncio.run(Dead(WorkerDied("actor-0 was killed by SIGKILL"), "score").run())
 
 
+def test_a_step_is_whole_once_its_episodes_are_on_the_disk():
+    class Writes(Loop):
+        async def roll_out(self) -> Any:
+            self._writing = asyncio.ensure_future(self.write())
+
+        async def write(self) -> None:
+            await self.learned.wait()  # beside the learning, not before it
+            raise OSError(28, "No space left on device")
+
+        async def learn(self, groups: Any) -> None:
+            self.learned.set()
+
+    loop = Writes(OSError(), "")
+    loop.learned = asyncio.Event()
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(loop.run())
+    assert loop.progress.step == 0
+
+
 # -- going on ---------------------------------------------------------------------------------------------
 
 
