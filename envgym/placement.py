@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,7 +44,7 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
         return RayRuntime(folder.logs)
     from .workers.local import LocalRuntime
 
-    return LocalRuntime(folder.logs)
+    return LocalRuntime(folder.logs, deterministic=config.deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +96,31 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     agent = make_agent(stage, model)
     renderer = agent.renderer
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.path else None
-    engine, context = None, None
-    if agent.samples:
-        engine, context = await start_sampling(
-            config, stage, [place], agent, model, display, lora_rank=adapters["actor"].rank
-        )
-    workers = {}
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
-    for role in learner.roles:
-        if role in bases:
-            continue
+    sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
+    if agent.samples:
+        lora_rank = adapters["actor"].rank
+        sampling = asyncio.create_task(
+            start_sampling(config, stage, [place], agent, model, display, lora_rank=lora_rank)
+        )
+
+    async def started(role: str) -> WorkerGroup:
+        if config.debug and sampling is not None:  # in one process vLLM comes first: DeepSpeed joins its process group
+            await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        workers[role] = await start_role(config, stage, role, model, place.runtime)
+        return await start_role(config, stage, role, model, place.runtime, after=sampling)
+
+    # Side by side: most of what each takes is imports. Whose mistake is told first does not depend on who is faster.
+    loading = {role: asyncio.create_task(started(role)) for role in learner.roles if role not in bases}
+    try:
+        engine, context = (None, None) if sampling is None else await sampling
+        workers = {role: await task for role, task in loading.items()}
+    except BaseException:
+        tasks = [task for task in (sampling, *loading.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
     workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
@@ -118,8 +132,17 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync, pretraining)
 
 
-async def start_role(config: RunConfig, stage: StageConfig, role: str, model: str, runtime: Runtime) -> WorkerGroup:
-    """The ranks of one of the learner's roles, loaded; from `model` where the role names none of its own."""
+async def start_role(
+    config: RunConfig,
+    stage: StageConfig,
+    role: str,
+    model: str,
+    runtime: Runtime,
+    *,
+    after: asyncio.Future[Any] | None = None,
+) -> WorkerGroup:
+    """The ranks of one of the learner's roles, loaded; from `model` where the role names none of its own. `after`: see
+    `WorkerGroup.start`."""
     learner_class, learner_config = stage.learner_config()
     spec = learner_class(learner_config).roles[role]
     return await WorkerGroup.start(
@@ -134,6 +157,7 @@ async def start_role(config: RunConfig, stage: StageConfig, role: str, model: st
         head=spec.head,
         seed=config.seed,
         deterministic=config.deterministic,
+        after=after,
     )
 
 
@@ -180,6 +204,7 @@ async def start_engine(
         "max_model_len": stage.engine.max_model_len,
         "seed": config.seed,
         "deterministic": config.deterministic,
+        "concurrency": episodes_at_once(stage),
         "lora_rank": lora_rank,
         "engine_args": stage.engine.args,
     }
@@ -187,6 +212,12 @@ async def start_engine(
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
     engine = await EngineClient.start(runtime, target, arguments, environ)
     return engine, (await engine.info()).max_model_len
+
+
+def episodes_at_once(stage: StageConfig) -> int:
+    """How many episodes of a stage, which each ask for one turn at a time, are in play at once at most."""
+    of_step = stage.rollout.tasks * stage.rollout.group_size
+    return min(stage.rollout.concurrency, max(of_step, stage.eval.tasks * stage.eval.samples))
 
 
 async def start_api(

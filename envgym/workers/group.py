@@ -52,8 +52,13 @@ class WorkerGroup:
         head: Literal["lm", "scalar"] = "lm",
         seed: int = 0,
         deterministic: bool = False,
+        after: asyncio.Future[Any] | None = None,
     ) -> Self:
-        """Start `settings.ranks` workers and load the model in each; see `ModelWorker` for the arguments."""
+        """Start `settings.ranks` workers and load the model in each; see `ModelWorker` for the arguments.
+
+        On an accelerator models are loaded `after` what is given has ended: an engine that starts there measures how
+        much memory is free.
+        """
         shared = {
             "role": role,
             "model": model,
@@ -79,6 +84,8 @@ class WorkerGroup:
             await _close_started(starting)
             raise
         try:
+            if after is not None and await group._handles[0].call("device_type") != "cpu":
+                await asyncio.wait({after})
             address = await group._handles[0].call("address") if settings.ranks > 1 else None
             group.info = (await group._on_all("load", address))[0]
         except BaseException:

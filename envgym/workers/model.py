@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import transformers.modeling_utils  # noqa: F401  # here, not when a model is loaded, which may have to wait for others
 
 from envgym import weights
 from envgym.errors import ConfigError, RunError
@@ -101,6 +102,10 @@ class ModelWorker:
             torch.utils.deterministic.fill_uninitialized_memory = False
 
     # -- life ---------------------------------------------------------------------------------------------
+
+    def device_type(self) -> str:
+        """The kind of device the model will be on: `cpu`, `cuda`, …"""
+        return str(self.device.type)
 
     def address(self) -> str:
         """`host:port` at which the ranks can meet, on this rank's machine."""
