@@ -37,4 +37,6 @@ class MonteCarlo(PolicyGradient):
         else:
             of_episodes = self.advantages(rewards, rewards)
             earned = [spread([own], [len(line)], gamma) for own, line in zip(of_episodes, group, strict=True)]
+        if not self.pays_kl:
+            return earned
         return [own + discounted_returns(self.kl_rewards(line), gamma) for own, line in zip(earned, group, strict=True)]

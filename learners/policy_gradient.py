@@ -163,11 +163,16 @@ class PolicyGradient(Learner):
                 row.weights[:] = 0.0
         return TimeLine.of(episode, rows, shaped_reward(episode, self.config.shaping))
 
+    @property
+    def pays_kl(self) -> bool:
+        """Whether the KL is part of the reward."""
+        return self.config.kl.place != "loss" and self.config.kl.coef != 0
+
     def kl_rewards(self, line: TimeLine) -> Steps:
         """[n] What each action token pays for its KL: 0 where that is no part of the reward."""
         import numpy as np
 
-        if self.config.kl.place == "loss" or self.config.kl.coef == 0:
+        if not self.pays_kl:
             return np.zeros(len(line))
         import torch
 
