@@ -1,0 +1,169 @@
+"""How many trajectories and tokens a second the controller takes in, with an engine that answers at once.
+
+    .venv/bin/python benchmarks/controller.py [--repeats 5]
+
+The engine is a process of its own, as in a run, so that what travels is pickled, written and read; it does nothing
+else. One prompt and its answer make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
+tokens in all (those of the chat template included), half of them sampled. `playing` is `Runner.play`; `whole` adds what
+a step does with the groups before a model sees them: the Parquet file, the metrics, advantages and rows (GRPO). Each
+figure is the median of several rounds, after one that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from record import conditions, conditions_in_words, fill_docs, store, table
+
+NAME = "controller"
+LENGTHS = (200, 2_000, 16_000)
+TURNS = (1, 20)
+GROUP_SIZE = 8
+MOST_TRAJECTORIES, MOST_TURNS, MOST_TOKENS = 1024, 10_000, 2**20
+"""Of a round, whichever is reached first."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{% else %}{{ '<|assistant|>' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""One token before each message and one after each answer, as DeepSeek's: twenty turns fit into 200 tokens."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds of each case")
+    parser.add_argument("--case", nargs=2, type=int, metavar=("TOKENS", "TURNS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(asyncio.run(measured(*options.case, options.repeats))))
+        return
+    where = conditions(["envgym", "transformers"])
+    cases = []
+    for turns in TURNS:
+        for tokens in LENGTHS:
+            words = [sys.executable, __file__, "--case", str(tokens), str(turns), "--repeats", str(options.repeats)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=900, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr[-3000:])
+            cases.append(json.loads(done.stdout.splitlines()[-1]))
+            print(cases[-1], flush=True)
+    result = {"conditions": where, "repeats": options.repeats, "group_size": GROUP_SIZE, "cases": cases}
+    path = store(NAME, result)
+    text = markdown(result)
+    fill_docs(NAME, text)
+    print(f"{text}\n\nstored in {path}")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{case['tokens']:,} tokens, {case['turns']} turn{'s' * (case['turns'] > 1)}",
+            f"{case['trajectories']:,}",
+            *(f"{case['trajectories'] / case[part]:,.0f}" for part in ("playing", "whole")),
+            *(f"{case['trajectories'] * case['tokens'] / case[part]:,.0f}" for part in ("playing", "whole")),
+            f"{1e6 * case['whole'] / case['trajectories'] / case['tokens']:.2f}",
+        ]
+        for case in result["cases"]
+    ]
+    header = [
+        "trajectory", "in a round", "played a second", "whole, a second", "tokens a second, played", "whole",
+        "whole, µs a token",
+    ]  # fmt: skip
+    return (
+        f"{table(header, rows)}\n\nMedians of {result['repeats']} rounds. {conditions_in_words(result['conditions'])}"
+    )
+
+
+async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
+    """Seconds a round of one case takes: playing it, and the whole."""
+    from envgym import Env, EnvSpec
+    from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+    from envgym.config import RolloutConfig
+    from envgym.engines.base import SamplingParams
+    from envgym.engines.client import EngineClient
+    from envgym.fresh_model import FreshModelConfig, make_fresh_model
+    from envgym.learners.grpo import GRPO
+    from envgym.metrics import rollout_metrics
+    from envgym.render import load_tokenizer, make_renderer
+    from envgym.rollout import Play, Runner
+    from envgym.rollout_file import write_rollouts
+    from envgym.types import Message, Task
+    from envgym.workers.local import LocalRuntime
+
+    of_turn = tokens // turns
+    sampled = of_turn // 2
+    said = "g" * (of_turn - sampled - 2)  # without the template's two
+
+    class Talks(Env):
+        async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            self.left = turns
+            return [Message.of("user", said)], {}
+
+        async def step(self, action: Any) -> Any:
+            self.left -= 1
+            return [Message.of("user", said)], self.rng.random(), self.left == 0, False, {}
+
+    with tempfile.TemporaryDirectory() as folder:
+        # No merge: a byte is a token, so that lengths are what they are called.
+        make_fresh_model(Path(folder, "model"), FreshModelConfig(vocab_size=300), [], 0)
+        tokenizer = load_tokenizer(str(Path(folder, "model")))
+        tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+        tokenizer.chat_template = TEMPLATE
+        renderer = make_renderer("auto", tokenizer)
+        letter, end = tokenizer.encode("a")[0], renderer.stop_token_ids[0]
+        runtime = LocalRuntime(Path(folder), deterministic=False)
+        arguments = {"letter": letter, "end": end, "max_model_len": 2 * tokens}
+        engine = await EngineClient.start(runtime, "null_engine:NullEngine", arguments, {})
+        runner = Runner(
+            EnvSpec("Talks-v0", Talks),
+            MultiTurn(renderer, MultiTurnConfig()),
+            engine,
+            RolloutConfig(),
+            max_model_len=2 * tokens,
+            seed=0,
+            deterministic=False,
+        )
+        learner = GRPO(GRPO.Config(name="grpo"))
+        n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
+        play = Play("p", SamplingParams(max_tokens=sampled, stop_token_ids=renderer.stop_token_ids), GROUP_SIZE)
+        playing, whole = [], []
+        gc.collect()
+        gc.freeze()  # as a run does
+        for round in range(repeats + 1):
+            tasks = [Task(f"{round}-{index}") for index in range(n)]
+            began = time.perf_counter()
+            groups = await runner.play(tasks, play)
+            played = time.perf_counter()
+            episodes = [episode for group in groups for episode in group.episodes]
+            write_rollouts(Path(folder, "rollouts.parquet"), episodes)
+            rollout_metrics(groups)
+            rows = learner.prepare(groups)
+            learner.metrics(rows)
+            whole.append(time.perf_counter() - began)
+            playing.append(played - began)
+        assert all(not e.failed and len(e.rows) == 1 and len(e.rows[0].turns) == turns for e in episodes)
+        assert {len(row.token_ids) for row in rows} == {tokens}, "lengths are what they are called"
+        await runtime.close()
+    return {
+        "tokens": tokens,
+        "turns": turns,
+        "trajectories": n * GROUP_SIZE,
+        "playing": median(playing[1:]),
+        "whole": median(whole[1:]),
+    }
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

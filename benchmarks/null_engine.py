@@ -1,0 +1,31 @@
+"""An engine that answers at once, with as many tokens as it is asked for: what is left is the controller's own work."""
+
+from __future__ import annotations
+
+from envgym.engines.base import EngineInfo, Generation, Request
+from envgym.types import StopReason, VersionSpan
+
+
+class NullEngine:
+    """Answers every request with `max_tokens` tokens, the last of which ends the turn.
+
+    `letter` is the id that it repeats, `end` the one that ends a turn; `max_model_len` is in tokens.
+    """
+
+    def __init__(self, letter: int, end: int, max_model_len: int) -> None:
+        self._letter, self._end, self._max_model_len = letter, end, max_model_len
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo("null", self._max_model_len)
+
+    async def generate(self, request: Request) -> Generation:
+        n = request.sampling.max_tokens
+        return Generation(
+            token_ids=(self._letter,) * (n - 1) + (self._end,),
+            logprobs=(-0.5,) * n,
+            stop_reason=StopReason.STOP,
+            versions=(VersionSpan(0, 0, n),),
+        )
+
+    async def close(self) -> None:
+        pass
