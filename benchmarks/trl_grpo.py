@@ -11,6 +11,10 @@ nothing of envgym. Where TRL leaves a choice that does not change what is learne
   no gap to correct;
 - vLLM computes in float32. TRL leaves the type to vLLM, which takes bfloat16: several times slower on a CPU.
 
+With `--lengths FILE` the answers are as long as that says, in the order in which they are asked for. vLLM is given each
+its limit. TRL's own generation computes with all rows until the last has ended, so it samples as much as the longest of
+the step may, and the others are cut.
+
 `rollout` is TRL's `_generate_and_score_completions` (prompts, sampling, rewards, advantages) without the weight push,
 `sync` is the weight push, `learn` is the rest of the step. `step` runs from the trainer's `on_step_begin` to its
 `on_step_end`: like envgym's own, it leaves out writing the step's metrics down.
@@ -24,10 +28,12 @@ import json
 import os
 import re
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine inside this process: TRL's colocate mode
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -47,6 +53,11 @@ def boxed_answer_is_right(completions: list[Any], answer: list[str], **_: Any) -
     return [float(bool(found) and found[-1].strip() == right) for found, right in zip(boxes, answer, strict=True)]
 
 
+def hash_of_the_text(completions: list[Any], **_: Any) -> list[float]:
+    """A number from 0 to 1 that is another for each completion."""
+    return [zlib.crc32(messages[-1]["content"].encode()) / 2**32 for messages in completions]
+
+
 def mend_vllm_on_cpu() -> None:
     """Let TRL's colocate mode run on a CPU, in float32.
 
@@ -63,6 +74,16 @@ def mend_vllm_on_cpu() -> None:
 
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32")
+
+
+def generate_up_to(
+    generate: Callable[..., Any], lengths: list[int], prompts: list[Any], sampling_params: Any, **kwargs: Any
+) -> Any:
+    """vLLM's `generate` with a limit for each prompt."""
+    limited = [sampling_params.clone() for _ in lengths]
+    for params, length in zip(limited, lengths, strict=True):
+        params.max_tokens = length
+    return generate(prompts, sampling_params=limited, **kwargs)
 
 
 class StepTimes(TrainerCallback):
@@ -106,14 +127,30 @@ class StepTimes(TrainerCallback):
 
 
 class TimedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer, unchanged but for the clock around its two methods and the counts of what they made."""
+    """GRPOTrainer, unchanged but for the clock around its two methods and the counts of what they made.
 
-    def __init__(self, times: StepTimes, **kwargs: Any) -> None:
+    With `lengths` each answer ends after as many tokens as the next of them says.
+    """
+
+    def __init__(self, times: StepTimes, lengths: list[int] | None = None, **kwargs: Any) -> None:
         super().__init__(callbacks=[times], **kwargs)
         self.times = times
+        self.lengths = lengths
         self._generate_and_score_completions = times.timed("rollout_and_sync", super()._generate_and_score_completions)
         if self.use_vllm:
             self.vllm_generation.sync_weights = times.timed("sync", self.vllm_generation.sync_weights)
+
+    def _generate_single_turn(self, prompt_ids: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.lengths is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        lengths, self.lengths = self.lengths[: len(prompt_ids)], self.lengths[len(prompt_ids) :]
+        if self.use_vllm:
+            llm = self.vllm_generation.llm
+            with mock.patch.object(llm, "generate", functools.partial(generate_up_to, llm.generate, lengths)):
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self.generation_config.max_new_tokens = max(lengths)
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return [ids[:length] for ids, length in zip(completion_ids, lengths, strict=True)], logprobs
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -139,6 +176,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--lengths", type=Path, help="JSON list: each answer's, in place of what the policy makes")
     options = parser.parse_args()
 
     if options.sampler == "vllm":
@@ -146,9 +184,10 @@ def main() -> None:
     tasks = [json.loads(line) for line in options.tasks.read_text().splitlines()]
     trainer = TimedGRPOTrainer(
         StepTimes(options.out),
+        json.loads(options.lengths.read_text()) if options.lengths else None,
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(options.model),
-        reward_funcs=boxed_answer_is_right,
+        reward_funcs=hash_of_the_text if options.lengths else boxed_answer_is_right,
         train_dataset=Dataset.from_list(
             [{"prompt": [{"role": "user", "content": t["prompt"]}], "answer": t["answer"]} for t in tasks]
         ),
