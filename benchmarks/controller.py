@@ -1,6 +1,6 @@
 """How many trajectories and tokens a second the controller takes in, with an engine that answers at once.
 
-    .venv/bin/python benchmarks/controller.py [--repeats 5]
+    .venv/bin/python benchmarks/controller.py [--repeats 3]
 
 The engine is a process of its own, as in a run, so that what travels is pickled, written and read; it does nothing
 else. One prompt and its answer make a trajectory of one turn, twenty exchanges one of twenty, of 200, 2,000 and 16,000
@@ -42,7 +42,7 @@ TEMPLATE = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="counted rounds of each case")
+    parser.add_argument("--repeats", type=int, default=3, help="counted rounds of each case")
     parser.add_argument("--case", nargs=2, type=int, metavar=("TOKENS", "TURNS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
