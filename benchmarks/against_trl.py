@@ -383,8 +383,8 @@ def main() -> None:
     for name in names:
         results[name] = measure_job(name, options)
         store(NAME, {name: results[name] for name in JOBS if name in results})
-    text = markdown(results)
-    fill_docs(NAME, text)
+        text = markdown(results)
+        fill_docs(NAME, text)
     print(f"\n{text}\n\nstored in {stored}")
 
 
