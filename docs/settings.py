@@ -23,6 +23,8 @@ from envgym.env import EnvConfig
 from envgym.known_settings import Setting, settings_of
 from envgym.learner import LearnerConfig
 from envgym.registry import load_component, load_env_class
+from envgym.remote.client import RemoteConfig
+from envgym.rewards.environments import RewardConfig
 from envgym.tasks import DataConfig
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -42,14 +44,20 @@ def page() -> str:
         section("Data", DataConfig, "data.", "Of environments that take their tasks from data."),
         section("Every learner", LearnerConfig, "learner."),
     ]
-    parts += [own("learner", name, load_component("learner", name).Config, LearnerConfig) for name in names("learners")]
+    parts += [
+        own("learner", f"`{name}`", load_component("learner", name).Config, LearnerConfig) for name in names("learners")
+    ]
     parts += [section("Every environment", EnvConfig, "env.")]
     for name in names("envs"):
         cls = load_env_class(next(iter(entry_points(group="envgym.envs", name=name))).value)
         parts.append(
-            own("env", name, getattr(getattr(cls, "env_class", None), "Config", None) or cls.Config, EnvConfig)
+            own("env", f"`{name}`", getattr(getattr(cls, "env_class", None), "Config", None) or cls.Config, EnvConfig)
         )
-    parts += [own("agent", name, load_component("agent", name).Config, AgentConfig) for name in names("agents")]
+    parts += [
+        own("env", "of a reward function", RewardConfig, EnvConfig),
+        own("env", "at a URL", RemoteConfig, EnvConfig),
+    ]
+    parts += [own("agent", f"`{name}`", load_component("agent", name).Config, AgentConfig) for name in names("agents")]
     return "\n".join(part for part in parts if part)
 
 
@@ -65,7 +73,7 @@ def own(kind: str, name: str, config: type[BaseModel], base: type[BaseModel]) ->
     rows = [setting for setting in settings_of(config, f"{kind}.") if not setting.key.startswith("env.data.")]
     rows = [setting for setting in rows if common.get(setting.key) != described(setting)]
     kinds = {"env": "Environment", "agent": "Agent", "learner": "Learner"}
-    return table(f"{kinds[kind]} `{name}`", rows) if rows else ""
+    return table(f"{kinds[kind]} {name}", rows) if rows else ""
 
 
 def section(title: str, model: type[BaseModel], prefix: str = "", about: str = "") -> str:

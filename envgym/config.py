@@ -440,7 +440,7 @@ def resolve(
         for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
             if unknown := [key for key in stage if key not in known]:
                 near = did_you_mean(unknown[0], known | run_keys)
-                raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near)
+                raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near, known | run_keys)
             if "env" not in stage:
                 raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
             checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
@@ -452,7 +452,7 @@ def resolve(
     except UnknownKey as error:
         keys = known_keys(stages[0])
         hint = question(meant(error.key, keys)) or error.near or question(nearly(error.key, keys))
-        raise UnknownKey(error.said, error.key, hint) from None
+        raise UnknownKey(error.said, error.key, hint, error.known) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -17,11 +17,12 @@ class ConfigError(EnvgymError):
 
 class UnknownKey(ConfigError):
     """A key that there is not. `said` is the message without the hint, which who knows of more settings than those
-    beside it can make a better one."""
+    beside it (`known`) can make a better one. Without a hint it says what keys there are."""
 
-    def __init__(self, said: str, key: str, near: str) -> None:
-        super().__init__(f"{said}.{near}")
-        self.said, self.key, self.near = said, key, near
+    def __init__(self, said: str, key: str, near: str, known: Collection[str] = ()) -> None:
+        there_are = f" There is {', '.join(sorted(known))}." if known else ""
+        super().__init__(f"{said}.{near or there_are}")
+        self.said, self.key, self.near, self.known = said, key, near, known
 
 
 class DroppedSettings(UserWarning):

@@ -106,6 +106,8 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         return JoinedEnvSpec(name, **kwargs)
     if "://" in name:
         raise ConfigError(_other_scheme(name))
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name):  # what is imported does not begin with a digit
+        raise ConfigError(f"{name} looks like an address: write http://{name}, or https://{name}")
     if names_file(name):
         name = absolute_target(name)
     elif ":" not in name or name in _registrations():

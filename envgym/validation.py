@@ -58,12 +58,14 @@ def settings_error(error: ValidationError, model: type[BaseModel], where: str = 
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        near = did_you_mean(key.rpartition(".")[2], known_keys(model, first["loc"][:-1]))
-        return UnknownKey(f"{prefix}unknown key {key!r}", key, near)
+        known = known_keys(model, first["loc"][:-1])
+        return UnknownKey(f"{prefix}unknown key {key!r}", key, did_you_mean(key.rpartition(".")[2], known), known)
     if first["type"] == "missing":
         return ConfigError(f"{prefix}key {key!r} is required")
     if first["type"] in ("model_type", "dict_type"):
         return ConfigError(f"{prefix}key {key!r} holds keys of its own ({key}.…), not {first['input']!r:.60}")
+    if first["type"] in ("tuple_type", "list_type"):
+        return ConfigError(f"{prefix}key {key!r} holds a list ([…, …]), not {first['input']!r:.60}")
     problem = first["msg"].removeprefix("Value error, ")
     got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
     return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{got}")

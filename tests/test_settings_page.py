@@ -30,6 +30,12 @@ def test_every_setting_has_a_meaning(page):
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
+def test_what_is_no_entry_point_has_its_settings_there_too(page):
+    assert "## Environment of a reward function\n" in page
+    assert "| `env.processes` | `int` | `0` | Call the function" in page
+    assert "| `env.reconnect` | `float` | `30` | Seconds" in page
+
+
 def test_keys_types_and_defaults_are_as_users_write_them(page):
     assert "| `learner.lr` | `float` | `1e-06` | Peak learning rate. |" in page
     assert "| `engine.dtype` | `auto \\| float32 \\| bfloat16 \\| float16` | `auto` |" in page

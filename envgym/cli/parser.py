@@ -36,7 +36,10 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                meant = _as_setting(name) or did_you_mean(name, self._option_string_actions)
+                if name == "--env" and any(action.metavar == "E" for action in self._get_positional_actions()):
+                    meant = f" The environment is a word of its own: {self.prog} E."
+                else:
+                    meant = _as_setting(name) or did_you_mean(name, self._option_string_actions)
                 raise ConfigError(f"{self.prog} has no option {name!r}.{meant} See: {self.prog} --help")
             if "=" not in word:
                 raise ConfigError(f"{word!r} is neither an option nor a key=value setting. See: {self.prog} --help")

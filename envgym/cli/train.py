@@ -52,9 +52,12 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
 
     settings = parse_words(words)
     changed = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
-    changed += [f"{key}=…" for key in settings if key not in ("debug", "runs_dir", "steps")]
+    keys = dict.fromkeys(word.partition("=")[0] for word in words)
+    changed += [f"{key}=…" for key in keys if key not in ("debug", "runs_dir", "steps")]
     if changed:
-        raise ConfigError(f"--resume goes on with the run's own settings: leave out {', '.join(changed)}")
+        raise ConfigError(
+            f"--resume goes on with the run's own settings, steps alone may be another: leave out {', '.join(changed)}"
+        )
     runs_dir = settings.get("runs_dir", RunConfig.model_fields["runs_dir"].default)
     config = resume_config(options.resume, str(runs_dir), settings.get("steps"))
     return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
