@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 
 from envgym import registry
 from envgym.env import EnvConfig, EnvSpec, TaskSet
-from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.errors import ConfigError, EnvgymError, UnknownKey, did_you_mean
 from envgym.fingerprint import text_hash
 from envgym.tasks import InProportion, Interleaved
 from envgym.types import Episode, Message, Task
@@ -80,6 +80,8 @@ class Mixture(EnvSpec):
     def _make_member(self, name: str, member: Member) -> EnvSpec:
         try:
             spec = registry.spec(member.env, **(member.model_extra or {}))
+        except UnknownKey as error:  # its hint is of the member's own settings
+            raise ConfigError(f"member {name!r} of environment {self.id}: {error}") from None
         except EnvgymError as error:
             raise type(error)(f"member {name!r} of environment {self.id}: {error}") from None
         if isinstance(spec, Mixture):

@@ -10,12 +10,14 @@ import asyncio
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+import envgym
 import envgym.registry as registry
 from envgym.agent import Agent, AgentConfig
 from envgym.config import RolloutConfig
@@ -58,6 +60,9 @@ class Thinker(Guesser):
     pause = 0.8
 
 
+PACKAGE = f"{Path(envgym.__file__).parent}/"
+
+
 async def roll(
     spec: EnvSpec,
     agent: type[Agent] = Guesser,
@@ -84,7 +89,9 @@ async def roll(
         else:
             assert episode.reward == 1.0
     left = [task.get_coro() for task in asyncio.all_tasks() - others]
-    assert [task for task in left if "/envgym/" in task.cr_code.co_filename] == []  # a proxy here may have its own
+    assert [
+        task for task in left if task.cr_code.co_filename.startswith(PACKAGE)
+    ] == []  # a proxy here may have its own
     return groups
 
 
