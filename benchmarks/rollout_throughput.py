@@ -263,6 +263,8 @@ def bare(job: dict[str, Any], folder: Path) -> None:
     """Answer what ours was asked."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as ours
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its own default of three processes shares two cores
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams

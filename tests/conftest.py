@@ -15,6 +15,7 @@ from hypothesis import settings
 # Threads that wait must sleep: spinning, on a machine that is busy, made a worker test of ten seconds one of minutes.
 # Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 if "ONEDNN_MAX_CPU_ISA" not in os.environ and " amx_bf16 " in Path("/proc/cpuinfo").read_text():
     # Some virtual machines show their programs a matrix unit that they then may not use: torch dies in bfloat16.

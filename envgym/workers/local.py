@@ -21,6 +21,10 @@ from envgym.errors import WorkerDied, WorkerError
 from .child import START, rebuilt_error
 from .frames import Outbox, read_frame
 
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""The controller, engine and ranks share the cores, so threads that wait must sleep. But not at once: small models have
+thousands of loops a step, between which a thread that sleeps takes longer to wake than to go on (a learner's step was
+measured twice as long), and a fraction of a millisecond of spinning costs neighbours little."""
 START_TIMEOUT = 300.0
 """Seconds a worker's constructor may take (imports and loading a model included)."""
 CLOSE_TIMEOUT = 10.0
@@ -186,8 +190,7 @@ class LocalRuntime:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # The controller, engine and ranks share the cores: threads that wait must sleep, not spin.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environ},
+                env={**WAITING, **os.environ, **environ},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
