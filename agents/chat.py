@@ -10,7 +10,7 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.engines.base import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
-from envgym.transcript import Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Observation, Outcome, Task, Turn
 
 from .multi_turn import closing

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
-from envgym.transcript import Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Message, Observation, Outcome, Task
 
 from .token_level import TokenLevel, TokenLevelConfig

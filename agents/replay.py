@@ -5,7 +5,7 @@ from __future__ import annotations
 from envgym.agent import Agent, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
-from envgym.transcript import Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Outcome, Task
 
 

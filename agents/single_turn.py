@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from envgym.env import CheckedEnv
-from envgym.transcript import Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Outcome, Task
 
 from .multi_turn import closing

@@ -10,7 +10,7 @@ from pydantic import Field
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
-from envgym.transcript import OutOfBudget, Transcript
+from envgym.rollout.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Outcome, Task
 
 

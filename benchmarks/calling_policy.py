@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from envgym.fresh_model import END_OF_TURN, FreshModelConfig, make_fresh_model
+from envgym.models.fresh import END_OF_TURN, FreshModelConfig, make_fresh_model
 
 CERTAINTY = 0.5  # per dimension: logits of about 64 above all others
 

@@ -94,11 +94,11 @@ def measured(kind: str, n: int) -> dict[str, float]:
 
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config import RolloutConfig
+    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import Generation, Request, SamplingParams
-    from envgym.fresh_model import FreshModelConfig, make_fresh_model
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout import Play, Runner
+    from envgym.rollout.runner import Play, Runner
     from envgym.types import Message, StopReason, Task, VersionSpan
 
     class Waits(Env):

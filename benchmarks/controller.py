@@ -89,15 +89,15 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     """Seconds a round of one case takes: playing it, and the whole."""
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config import RolloutConfig
+    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
-    from envgym.fresh_model import FreshModelConfig, make_fresh_model
+    from envgym.episodes.parquet import write_rollouts
     from envgym.learners.grpo import GRPO
-    from envgym.metrics import rollout_metrics
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model
+    from envgym.monitoring.metrics import rollout_metrics
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout import Play, Runner
-    from envgym.rollout_file import write_rollouts
+    from envgym.rollout.runner import Play, Runner
     from envgym.types import Message, Task
     from envgym.workers.local import LocalRuntime
 

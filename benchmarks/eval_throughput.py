@@ -94,8 +94,8 @@ def run(side: str, folder: str) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> None:
-    from envgym.fresh_model import FreshModelConfig, make_fresh_model
-    from envgym.models import text_of
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model
+    from envgym.models.resolve import text_of
     from envgym.registry import spec
 
     corpus = asyncio.run(text_of(spec("math_verify"), 500))
@@ -104,9 +104,9 @@ def make_model(folder: Path) -> None:
 
 def ours(model: str, prompts: Path) -> dict[str, Any]:
     """Evaluate, and leave the prompts for the other side."""
-    from envgym.display import Display
     from envgym.evaluation.folder import EvalFolder
     from envgym.evaluation.policy import new_evaluation, run_evaluation
+    from envgym.monitoring.display import Display
 
     class Stopwatch(Display):
         began = 0.0

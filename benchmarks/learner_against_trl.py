@@ -118,7 +118,7 @@ def write_rows(path: Path, seed: int) -> int:
 
 def make_model(folder: Path) -> None:
     """A model of random weights with a tokenizer, which TRL asks for."""
-    from envgym.fresh_model import FreshModelConfig, make_fresh_model
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model
 
     size = FreshModelConfig(
         hidden_size=512, intermediate_size=1536, layers=9, heads=8, vocab_size=VOCABULARY, max_model_len=1024

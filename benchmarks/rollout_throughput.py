@@ -142,9 +142,9 @@ def measured(row: str, n_turns: int) -> dict[str, Any]:
 
 def starter() -> Path:
     """The folder of the starter policy, made now if it never was."""
-    from envgym import event_loop
-    from envgym.display import Display
-    from envgym.models import make_model
+    from envgym.isolation import event_loop
+    from envgym.models.resolve import make_model
+    from envgym.monitoring.display import Display
 
     return event_loop.run(make_model("starter", Display()))
 
@@ -188,12 +188,12 @@ def tell(said: dict[str, Any]) -> None:
 async def ours(job: dict[str, Any], folder: Path) -> None:
     """Play rollouts, and leave what the engine was asked for the other side."""
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config import RolloutConfig
+    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout import Play, Runner
+    from envgym.rollout.runner import Play, Runner
     from envgym.types import Observation
     from envgym.workers.local import LocalRuntime
 

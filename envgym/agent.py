@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from .engines.base import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
+from .settings import Settings
 from .types import Episode, Message, Task, ToolSpec
-from .validation import Settings
 
 
 class Sampler(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import resolve
-from .display import Display, open_display
+from .config.schema import resolve
+from .monitoring.display import Display, open_display
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
@@ -21,7 +21,7 @@ def train(
     `settings` are nested or dotted keys: `{"env": "math_verify", "learner.lr": 1e-4}`. Raises `EnvgymError` for
     whatever the user can mend.
     """
-    from .run import train as run
+    from .training.run import train as run
 
     config = resolve(_nested(settings), recipe=recipe, file=file)
     display = Display() if quiet else open_display(config)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from .settings import Settings
 from .types import Group, Objective, Row
-from .validation import Settings
 
 if TYPE_CHECKING:
     import numpy as np

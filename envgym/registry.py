@@ -156,6 +156,12 @@ def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     return load_class(known[name], (base,), kind)
 
 
+def load_server(protocol: str) -> Callable[..., Any]:
+    """The function that serves environments to those who speak another framework's `protocol`; packages offer theirs
+    by entry points of the group `envgym.servers`."""
+    return load_function(_offered("envgym.servers")[protocol], "server")
+
+
 def parse_env_id(id: str) -> tuple[str | None, str, int | None]:
     """Split an id into (namespace, name, version), as Gymnasium does. Raises `ConfigError` for a malformed one."""
     match = _ID.fullmatch(id)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from envgym.validation import Settings
+from envgym.settings import Settings
 
 if TYPE_CHECKING:
     import torch

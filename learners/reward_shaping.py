@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from envgym.settings import Settings
 from envgym.types import Episode, Status
-from envgym.validation import Settings
 
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 

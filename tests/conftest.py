@@ -125,7 +125,7 @@ def serving():
 @pytest.fixture(scope="session")
 def through_a_checkpoint():
     """`through_a_checkpoint(state)`: a part of the controller's state as a resumed run finds it."""
-    from envgym.controller_state import from_json, to_json
+    from envgym.training.controller_state import from_json, to_json
 
     return lambda state: from_json(to_json({"progress": {"step": 0}, "part": state}))["part"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.fingerprint import task_hash
+from envgym.hashing import task_hash
 from envgym.types import Message, Task
 
 from .play import Played, Script

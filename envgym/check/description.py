@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from envgym.env import TaskSet
 from envgym.errors import EnvgymError
-from envgym.fingerprint import task_hash
+from envgym.hashing import task_hash
 from envgym.registry import spec_from_json
 from envgym.types import Task
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envgym import heeding
-from envgym.deadline import Deadline
 from envgym.engines.base import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
-from envgym.heeding import Unheeded, ends_us, heeded
-from envgym.rollout import apply_judgement, as_judgement
-from envgym.transcript import Transcript
+from envgym.isolation import cancellation as heeding
+from envgym.isolation.cancellation import Unheeded, ends_us, heeded
+from envgym.isolation.deadline import Deadline
+from envgym.rollout.runner import apply_judgement, as_judgement
+from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Observation, Outcome, Task
 
 Script = Callable[[int, Observation], Action | None]

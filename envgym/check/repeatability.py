@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from envgym.fingerprint import task_hash
+from envgym.hashing import task_hash
 from envgym.types import Task
 
 from . import generators

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options, words = parser.parse_with_words(arguments)
 
-    from envgym.config import RunConfig, parse_words
+    from envgym.config.schema import RunConfig, parse_words
     from envgym.evaluation.compare import compare
     from envgym.evaluation.folder import find_folder
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
     from envgym.evaluation.table import text_table
-    from envgym.report import aligned
+    from envgym.monitoring.report import aligned
 
     header = ["environment", "difference", "p", "better", "worse", "equal", "detectable"]
     rows = [[name, *_cells(env.paired.as_dict())] for name, env in comparison.envs.items()]

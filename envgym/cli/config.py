@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _list_recipes() -> int:
-    from envgym.recipes import FOLDER, recipe_names
+    from envgym.config.recipes import FOLDER, recipe_names
 
     names = recipe_names()
     width = max(map(len, names), default=0)

@@ -33,10 +33,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: play what failed once more")
     options, words = parser.parse_with_words(arguments)
 
-    from envgym.display import open_display
     from envgym.evaluation.policy import run_evaluation
     from envgym.evaluation.table import evaluation_text
-    from envgym.report import tasks_behind
+    from envgym.monitoring.display import open_display
+    from envgym.monitoring.report import tasks_behind
 
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
@@ -65,7 +65,7 @@ def _new(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
-    from envgym.config import RunConfig, parse_words
+    from envgym.config.schema import RunConfig, parse_words
     from envgym.evaluation.policy import resumed_evaluation
 
     if any((options.suite, options.env, options.model, options.config, options.name)):

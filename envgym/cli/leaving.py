@@ -54,7 +54,7 @@ class Leaving:
     def _last(self) -> None:
         if os.getpid() != self._pid:  # a fork of ours that ends
             return
-        heeding = sys.modules.get("envgym.heeding")
+        heeding = sys.modules.get("envgym.isolation.cancellation")
         if heeding is None:  # nothing was played
             return
         self._end_processes()

@@ -28,15 +28,15 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if [word for word in words if word != "debug=true"]:
         parser.error(f"a model is made as its recipe says: leave out {words[0]}")
 
-    from envgym.recipes import makes_model, recipe_names
+    from envgym.config.recipes import makes_model, recipe_names
 
     makers = [name for name in recipe_names() if makes_model(name)]
     if options.name not in makers:
         near = did_you_mean(options.name, [*makers, MERGE]) or f" There is {', '.join(makers)}."
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
-    from envgym.display import open_display
-    from envgym.models import make_model
+    from envgym.models.resolve import make_model
+    from envgym.monitoring.display import open_display
 
     display = open_display()
     try:
@@ -62,7 +62,7 @@ def _merge(arguments: Sequence[str]) -> int:
     if [word for word in words if word != "debug=true"]:
         parser.error(f"an adapter is merged as it is: leave out {words[0]}")
 
-    from envgym.merge import merge_adapter
+    from envgym.models.merge import merge_adapter
 
     print(merge_adapter(options.adapter, options.out, base=options.base, note=print))
     return 0

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from envgym.config.recipes import DEFAULT_RECIPE
 from envgym.errors import ConfigError, did_you_mean
-from envgym.recipes import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from envgym.config import RunConfig
+    from envgym.config.schema import RunConfig
     from envgym.env import EnvSpec
 
 
@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
 
 def _as_setting(option: str) -> str:
     """A hint for `--steps 10`, which elsewhere is how it would be written."""
-    from envgym.config import RunConfig, StageConfig, known_keys
-    from envgym.known_settings import meant
+    from envgym.config.known_settings import meant
+    from envgym.config.schema import RunConfig, StageConfig, known_keys
 
     key = option.lstrip("-").replace("-", "_")
     known = {**RunConfig.model_fields, **StageConfig.model_fields}
@@ -84,7 +84,7 @@ def add_run_options(parser: Parser) -> None:
 
 def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """The settings that `add_run_options` and the words say; a word wins over an option."""
-    from envgym.config import merge, parse_words
+    from envgym.config.schema import merge, parse_words
 
     keys = ("env", "model", "learner", "runtime", "name")
     given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
@@ -93,7 +93,7 @@ def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[st
 
 def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The configuration that they describe."""
-    from envgym.config import resolve
+    from envgym.config.schema import resolve
 
     recipe, file = getattr(options, "recipe", None), getattr(options, "config", None)
     return resolve(given_settings(options, words), recipe=recipe, file=file)
@@ -108,7 +108,7 @@ def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
 
 def env_settings(name: str, words: Sequence[str]) -> dict[str, Any]:
     """The settings that `make_spec` gives the environment `name`."""
-    from envgym.config import parse_words
+    from envgym.config.schema import parse_words
 
     settings: dict[str, Any] = parse_words(words)
     settings.pop("debug", None)

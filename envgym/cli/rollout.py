@@ -14,7 +14,7 @@ from .failures import Invocation
 from .parser import Parser, resolve_options
 
 if TYPE_CHECKING:
-    from envgym.collecting import Selection
+    from envgym.episodes.generate import Selection
 
 OF_TRAINING = {"tasks": "--tasks FIRST:LAST", "group_size": "--samples N"}
 """Settings that say how a step of training plays, and what says it here."""
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 
-    from envgym.collecting import collect
-    from envgym.display import open_display
-    from envgym.report import aligned
+    from envgym.episodes.generate import collect
+    from envgym.monitoring.display import open_display
+    from envgym.monitoring.report import aligned
 
     display = open_display(config)
     try:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _selection(options: argparse.Namespace) -> Selection:
-    from envgym.collecting import Selection
+    from envgym.episodes.generate import Selection
 
     if options.split not in ("train", "test"):
         raise ConfigError(f"--split is train or test, not {options.split!r}")
@@ -84,7 +84,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 def _lines(result: Mapping[str, Any], selection: Selection, out: str) -> list[tuple[str, str]]:
-    from envgym.report import counts, duration, score
+    from envgym.monitoring.report import counts, duration, score
 
     interval = "   95% interval" if result["score"] is not None else ""
     tasks = f"{result['tasks']} of {result['split']}, {result['episodes']} episodes"

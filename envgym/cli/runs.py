@@ -22,7 +22,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     _, words = parser.parse_with_words(arguments)
 
-    from envgym.config import RunConfig, parse_words
+    from envgym.config.schema import RunConfig, parse_words
 
     settings = {"runs_dir": RunConfig.model_fields["runs_dir"].default, **parse_words(words)}
     unknown = settings.keys() - {"runs_dir", "debug"}
@@ -50,7 +50,7 @@ def _row(run: Path) -> tuple[str, ...]:
         summary = _read_summary(last.parent / "summary.json")
         if summary is None or summary.get("status") == "completed":
             return run.name, "unfinished", _steps_so_far(last), "", ""
-    from envgym.report import score
+    from envgym.monitoring.report import score
 
     scores = summary.get("eval") or {}
     return (

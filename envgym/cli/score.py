@@ -12,8 +12,8 @@ from .failures import Invocation
 from .parser import Parser, resolve_options
 
 if TYPE_CHECKING:
+    from envgym.episodes.rescore import Change
     from envgym.evaluation.statistics import Mean
-    from envgym.rescoring import Change
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 
-    from envgym.display import open_display
-    from envgym.report import aligned
-    from envgym.rescoring import rescore
+    from envgym.episodes.rescore import rescore
+    from envgym.monitoring.display import open_display
+    from envgym.monitoring.report import aligned
 
     display = open_display()
     try:
@@ -67,7 +67,7 @@ def _take_source(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
-    from envgym.report import counts, duration
+    from envgym.monitoring.report import counts, duration
 
     skipped = f"; {sum(result['skipped'].values())} that had failed are as they were" if result["skipped"] else ""
     lines = [("env", result["env"]), ("judged", f"{result['judged']} of {result['episodes']} episodes{skipped}")]

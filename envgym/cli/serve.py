@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from envgym import event_loop
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.isolation import event_loop
 
 from .failures import Invocation
 from .parser import Parser, make_spec
@@ -130,8 +130,9 @@ def join(specs: dict[str, EnvSpec], options: Namespace, limits: Limits) -> int:
 
 
 def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
-    from envgym.remote.nemo_gym.server import serve
+    from envgym.registry import load_server
 
+    serve = load_server("nemo_gym")
     if options.token_file or options.tls_cert or options.tls_key:
         raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
     if options.lease_seconds is not None or options.drain_seconds is not None:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if options.no_token and options.token_file is not None:
         raise ConfigError("--no-token and --token-file contradict each other")
 
-    from envgym.config import parse_words, validated
+    from envgym.config.schema import parse_words, validated
     from envgym.services import RewardModel
     from envgym.services.serving import serve_model
 

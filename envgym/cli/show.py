@@ -66,7 +66,7 @@ def _number(option: str, given: str) -> int:
 
 def _find(given: str, step: int | None) -> tuple[Path, str]:
     """The file or folder that the episodes are in, and what it is, for people."""
-    from envgym.config import RunConfig
+    from envgym.config.schema import RunConfig
 
     places = [RunConfig.model_fields[name].default for name in ("runs_dir", "evals_dir")]
     path = next((path for path in (*(Path(place, given) for place in places), Path(given)) if path.exists()), None)
@@ -101,7 +101,7 @@ def _span(steps: Sequence[int]) -> str:
 
 def _choose(path: Path, where: str, task: str | None, count: int | None) -> tuple[list[Episode], str]:
     """The episodes to show, and a line about the others."""
-    from envgym.saved_episodes import read_episodes
+    from envgym.episodes.files import read_episodes
 
     every = read_episodes(path)
     keys = list(dict.fromkeys(episode.task.key for episode in every))

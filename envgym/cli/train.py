@@ -13,7 +13,7 @@ from .failures import Invocation
 from .parser import Parser, add_run_options, resolve_options
 
 if TYPE_CHECKING:
-    from envgym.config import RunConfig
+    from envgym.config.schema import RunConfig
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
     invocation.debug |= config.debug
 
-    from envgym.display import open_display
-    from envgym.run import train
+    from envgym.monitoring.display import open_display
+    from envgym.training.run import train
 
     display = open_display(config)
     try:
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set: only how
     far it goes."""
-    from envgym.config import RunConfig, parse_words
-    from envgym.run import resume_config
+    from envgym.config.schema import RunConfig, parse_words
+    from envgym.training.run import resume_config
 
     settings = parse_words(words)
     changed = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]

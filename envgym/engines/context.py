@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envgym.engines.base import Request
 from envgym.errors import PromptTooLong
+
+from .base import Request
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.render.tool_calls import written_call
 from envgym.services.completions import api_form, api_key, first_choice, usage_of, with_extra
 from envgym.services.http import JsonCaller, Refused, Unreachable
 from envgym.types import Message, StopReason, TextPart, ToolCall
+
+from .base import ChatEngine, ChatReply, ChatRequest, SamplingParams
 
 CUT = ("length", "max_tokens", "model_length")
 """Finish reasons of an answer that its token limit ended."""

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import transformers
 
-from envgym.engines.base import EngineInfo, Generation, Request, SamplingParams
-from envgym.engines.checkpoint import check_model_folder, end_tokens, read_weights
-from envgym.engines.context import check_fits, max_new_tokens
 from envgym.errors import ConfigError, WorkerError
 from envgym.types import StopReason, VersionSpan
+
+from .base import EngineInfo, Generation, Request, SamplingParams
+from .checkpoint import check_model_folder, end_tokens, read_weights
+from .context import check_fits, max_new_tokens
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from envgym.engines.base import EngineInfo, Generation, Request
-from envgym.engines.checkpoint import check_model_folder, end_tokens, read_weights
-from envgym.engines.context import check_fits, max_new_tokens
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.types import StopReason, VersionSpan
+
+from .base import EngineInfo, Generation, Request
+from .checkpoint import check_model_folder, end_tokens, read_weights
+from .context import check_fits, max_new_tokens
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from envgym.config.recipes import read_yaml
+from envgym.episodes.journal import Journal, episode_line
 from envgym.errors import RunError
 from envgym.folder_lock import held
-from envgym.journal import Journal, episode_line
-from envgym.recipes import read_yaml
-from envgym.run_folder import write_atomically
+from envgym.training.run_folder import write_atomically
 from envgym.types import Episode
 
 from .plan import Part

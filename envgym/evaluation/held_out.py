@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.config import EvalConfig
+from envgym.config.schema import EvalConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner
-from envgym.rollout import Play
+from envgym.rollout.runner import Play
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from envgym.fingerprint import DIGITS
+from envgym.hashing import DIGITS
 
 PIECE = 2**16
 PIECES = 64

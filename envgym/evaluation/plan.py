@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.config import RunConfig, StageConfig, merge, resolve
+from envgym.config.schema import RunConfig, StageConfig, merge, resolve
 from envgym.engines.base import SamplingParams
 from envgym.errors import ConfigError
-from envgym.placement import sampling_of
+from envgym.training.launch import sampling_of
 
 from .suite import Sampling, Suite, SuiteEnv
 

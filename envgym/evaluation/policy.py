@@ -13,15 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym import event_loop
-from envgym.config import Component, RunConfig
+from envgym.config.schema import Component, RunConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
-from envgym.fingerprint import first_change, task_hash, text_hash
-from envgym.models import fetch_model
-from envgym.placement import Place, make_agent, make_runner, running, set_up, start_sampling
-from envgym.rollout import Play, group_ids
-from envgym.run_folder import RunFolder
+from envgym.hashing import first_change, task_hash, text_hash
+from envgym.isolation import event_loop
+from envgym.models.resolve import fetch_model
+from envgym.rollout.runner import Play, group_ids
+from envgym.training.launch import Place, make_agent, make_runner, running, set_up, start_sampling
+from envgym.training.run_folder import RunFolder
 from envgym.types import Episode, Group, Task
 
 from .exports import write_exports
@@ -33,7 +33,7 @@ from .statistics import suite_mean
 from .suite import Suite, find_suite
 
 if TYPE_CHECKING:
-    from envgym.display import Display
+    from envgym.monitoring.display import Display
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from envgym.metrics import percentile
+from envgym.monitoring.metrics import percentile
 from envgym.types import Episode, Group, Status
 
 from .statistics import Mean, clustered_mean, majority_at_k, pass_at_k, pass_hat_k, within_between_variance

@@ -1,6 +1,6 @@
 """A suite: a named set of environments to measure a policy on, with how each is played and what it weighs.
 
-Suites are YAML files; those that ship with envgym are in `envgym/suites/`.
+Suites are YAML files; those that ship with envgym are in `suites/` beside this file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from envgym.config import AUTO, Component, ComponentField, validated
+from envgym.config.recipes import read_yaml
+from envgym.config.schema import AUTO, Component, ComponentField, validated
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
-from envgym.recipes import read_yaml
-from envgym.validation import Settings
+from envgym.settings import Settings
 
-SHIPPED = Path(__file__).parents[1] / "suites"
+SHIPPED = Path(__file__).with_name("suites")
 STANDARD = "standard"
 """The size where none is asked for and the suite has several."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.report import aligned, counts, duration, score, tasks_behind, with_interval
+from envgym.monitoring.report import aligned, counts, duration, score, tasks_behind, with_interval
 
 AT_K = ("pass@k", "pass^k", "majority@k")
 

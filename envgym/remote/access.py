@@ -14,8 +14,8 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from envgym.errors import ConfigError
-from envgym.listening import is_loopback
 
+from .listening import is_loopback
 from .tokens import read_token
 
 DIAL_SECONDS = 10.0

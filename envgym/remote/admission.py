@@ -11,10 +11,9 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
-from envgym.listening import is_loopback
-
 from .arriving import Arriving
 from .limits import Limits
+from .listening import is_loopback
 from .routes import Route, match
 from .sessions import RETRY_SECONDS
 from .tokens import ANYONE, Client, Tokens

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, Field, field_validator
 
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, TaskSet
-from envgym.episode_record import to_record
+from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, EnvgymError
 from envgym.types import Episode, Judgement, Task
 

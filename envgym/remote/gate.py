@@ -16,12 +16,12 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from envgym.errors import ConfigError
-from envgym.listening import is_loopback, listen
 
 from .admission import refuse_web_pages
 from .connections import Connections, problem_response
 from .frames import HELLO_SECONDS, JOIN_PATH, MAX_MESSAGE, PING_SECONDS, Answer, Hello, Method, Notice
 from .links import CLOSE_SECONDS, Asking, end
+from .listening import is_loopback, listen
 from .server import tls_context
 from .tokens import ANYONE, Client, Tokens
 from .wire import MAX_BODY, VERSION, Problem

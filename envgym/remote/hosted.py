@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from envgym.env import EnvSpec
-from envgym.episode_record import from_record
+from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
-from envgym.heeding import ends_us
+from envgym.isolation.cancellation import ends_us
 from envgym.loading import names_file
-from envgym.rollout import as_judgement
+from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
 
 from .encoding import encode

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from envgym.episode_record import to_record
+from envgym.episodes.record import to_record
 from envgym.types import Episode, Outcome, Task
 
 from .routes import ROUTES, Route

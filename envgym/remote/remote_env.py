@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from envgym.deadline import standing_still
 from envgym.env import CheckedEnv, Info, checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
+from envgym.isolation.deadline import standing_still
 from envgym.types import Action, Observation, Task
 
 from .encoding import encode

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.listening import is_loopback, listen
 from envgym.registry import parse_env_id
 from envgym.services import Policy, start_services
 
 from .application import Application
 from .limits import Limits
+from .listening import is_loopback, listen
 from .tokens import Tokens
 
 OPEN_FILES = 65_536

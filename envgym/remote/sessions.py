@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
-from envgym.heeding import ends_us
+from envgym.isolation.cancellation import ends_us
 from envgym.types import Action
 
 from .encoding import encodable_info, encode

@@ -14,17 +14,9 @@ from typing import TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from envgym.deadline import Deadline
-from envgym.errors import (
-    CallTimeout,
-    ConfigError,
-    DataError,
-    EnvgymError,
-    InvalidOutcome,
-    InvalidStep,
-    ResetNeeded,
-)
-from envgym.heeding import is_being_cancelled
+from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.isolation.cancellation import is_being_cancelled
+from envgym.isolation.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, unreachable
 from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method

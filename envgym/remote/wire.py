@@ -2,9 +2,9 @@
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses (`envgym.exact` has what JSON cannot say), episodes as `envgym.episode_record`
-writes them. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields it does not know: a newer peer
-may say more.
+travel as the fields of their dataclasses (`envgym.episodes.exact` has what JSON cannot say), episodes as
+`envgym.episodes.record` writes them. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields that it
+does not know: a newer peer may say more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from envgym.exact import marked, restored, restored_names
+from envgym.episodes.exact import marked, restored, restored_names
 from envgym.types import Action, Observation, Task
 
 VERSION = 3
@@ -126,7 +126,7 @@ class TaskPage(Wire):
 
 
 class Group(Wire):
-    """Finished episodes of one task, to be judged together; each as `envgym.episode_record.to_record` writes it."""
+    """Finished episodes of one task, to be judged together; each as `envgym.episodes.record.to_record` writes it."""
 
     task: ExactTask
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)

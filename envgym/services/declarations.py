@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from envgym.validation import Settings
+from envgym.settings import Settings
 
 
 class Service(Settings):

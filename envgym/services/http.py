@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from envgym.deadline import standing_still
 from envgym.errors import InvalidOutcome
+from envgym.isolation.deadline import standing_still
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""

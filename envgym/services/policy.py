@@ -16,7 +16,7 @@ from .client import ChatClient, Conversation
 
 if TYPE_CHECKING:
     from envgym.render import Renderer
-    from envgym.sampler import Waves
+    from envgym.rollout.sampler import Waves
 
 WAVES: ContextVar[Waves | None] = ContextVar("WAVES", default=None)
 """Where the episode that is asking has its requests wait for those of others, in a deterministic run. The runner sets

@@ -69,7 +69,7 @@ class RewardModelClient(RewardClient):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> WorkerHandle:
-        from envgym.models import policy_of_run
+        from envgym.models.resolve import policy_of_run
 
         declared = self._declared
         folder = Path(declared.model).expanduser()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, RunError
-from envgym.listening import listen
+from envgym.remote.listening import listen
 from envgym.remote.server import stop_signals
 from envgym.workers.local import LocalRuntime
 

@@ -17,7 +17,7 @@ from pydantic import (
 
 from envgym.errors import DataError
 from envgym.loading import names_file
-from envgym.validation import Settings
+from envgym.settings import Settings
 
 
 def _as_names(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.heeding import ends_us, leave
+from envgym.isolation.cancellation import ends_us, leave
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 from .schema import WrongArguments

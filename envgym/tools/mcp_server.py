@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 from pydantic import Field, model_validator
 
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, missing_package
+from envgym.settings import Settings
 from envgym.types import ToolSpec
-from envgym.validation import Settings
 
 from .schema import WrongArguments, without_titles
 from .tool import Tool, ToolFailure

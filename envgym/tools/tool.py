@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envgym.blocking import OwnThread
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.isolation.blocking import OwnThread
 from envgym.loading import import_target, load_function, split_target
 from envgym.types import ToolSpec
 

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from envgym import weights
 from envgym.errors import ConfigError, missing_package
-from envgym.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
+from envgym.models.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 
 from . import tensor_parallel, zero
+from . import weight_files as weights
 
 NAME = "default"
 """What peft calls the adapter in the names of modules and parameters."""

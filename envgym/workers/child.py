@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym import errors
-from envgym.heeding import ends_us
+from envgym.isolation.cancellation import ends_us
 
 from .frames import Outbox, read_frame
 

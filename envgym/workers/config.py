@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from envgym.errors import ConfigError
-from envgym.validation import Settings
+from envgym.settings import Settings
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig

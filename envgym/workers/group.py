@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import LearnRow
-from envgym.lora import LoraConfig
+from envgym.models.lora import LoraConfig
 
 from .config import WorkersConfig
 from .layout import micro_batches

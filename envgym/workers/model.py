@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import transformers.modeling_utils  # noqa: F401  # here, not when a model is loaded, which may have to wait for others
 
-from envgym import weights
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, LearnRow, Metrics, Outputs, RowBatch
-from envgym.lora import LoraConfig
+from envgym.models.lora import LoraConfig
 from envgym.types import Row, Segment
 
 from . import muon, state_file, tensor_parallel, zero
+from . import weight_files as weights
 from .adapter import Adapter, n_numbers, whole
 from .average import MovingAverage
 from .config import WorkersConfig

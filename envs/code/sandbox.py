@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, Self
 from pydantic import ConfigDict, Field
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.validation import Settings
+from envgym.settings import Settings
 
 from .jail import wire
 

@@ -12,10 +12,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from envgym import registry
 from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError, EnvgymError, UnknownKey, did_you_mean
-from envgym.fingerprint import text_hash
+from envgym.hashing import text_hash
+from envgym.settings import Settings
 from envgym.tasks import InProportion, Interleaved
 from envgym.types import Episode, Message, Task
-from envgym.validation import Settings
 
 from .playing import MixtureEnv
 from .tasks import MemberTasks

@@ -10,7 +10,8 @@ import aiohttp
 import yaml
 
 from envgym.errors import ConfigError, did_you_mean
-from envgym.nemo_gym import resolved, url_of
+
+from .protocol import resolved, url_of
 
 Flow = Literal["tools", "gymnasium"]
 

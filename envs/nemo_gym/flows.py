@@ -11,10 +11,10 @@ from typing import Any
 from envgym import responses
 from envgym.env import StepResult
 from envgym.errors import InvalidOutcome, did_you_mean
-from envgym.nemo_gym import number, void_kind
 from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, ToolSpec, as_messages
 
 from . import rows
+from .protocol import number, void_kind
 from .server import Session
 
 PASSING = ("transport_", "provider_", "session_", "judge_failed")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envgym.env import Env, Info, StepResult
+from envgym.env.rewards import prompt_text
 from envgym.errors import EnvgymError
-from envgym.processes import Session
-from envgym.rewards import prompt_text
+from envgym.isolation.processes import Session
 from envgym.types import Action, Message, Observation, Task, as_messages
 
 from .foreign_file import ForeignFile, ForeignFileConfig

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from envgym.env import Env
-from envgym.fingerprint import text_hash
-from envgym.processes import Processes
+from envgym.hashing import text_hash
+from envgym.isolation.processes import Processes
 from envgym.registry import spec_from_json
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 

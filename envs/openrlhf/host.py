@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from envgym.env.rewards.functions import Reward, column, finite_metrics, number, run
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
-from envgym.rewards.functions import Reward, column, finite_metrics, number, run
 
 from . import carrying
 from .engine import EngineProxy, QueueProxy, Run

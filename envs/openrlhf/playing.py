@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from envgym.env.rewards.functions import number
 from envgym.errors import InvalidStep
-from envgym.rewards.functions import number
 
 from .reading import finite_logs, valid_score
 

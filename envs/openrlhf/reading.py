@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from envgym.env.rewards.functions import number
 from envgym.errors import InvalidStep
-from envgym.rewards.functions import number
 
 ROUNDING = 1e-6
 """How far outside [0, 1] a score may be from rounding in 32 bits."""

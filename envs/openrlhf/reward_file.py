@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from envgym.env.rewards import Reward, prompt_text
+from envgym.env.rewards.environments import GroupRewardEnv, answer_of, seed_of
 from envgym.errors import InvalidStep
-from envgym.rewards import Reward, prompt_text
-from envgym.rewards.environments import GroupRewardEnv, answer_of, seed_of
 from envgym.types import Episode, Task
 
 from .foreign_file import ForeignFile, ForeignFileConfig

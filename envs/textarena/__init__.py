@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import CallTimeout, ConfigError, EnvgymError, InvalidOutcome, missing_package
-from envgym.processes import Processes, Session
+from envgym.isolation.processes import Processes, Session
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
 

@@ -6,13 +6,13 @@ import pytest
 
 import envgym
 from envgym.agents.chat import Chat, ChatConfig
-from envgym.config import RolloutConfig
+from envgym.config.schema import RolloutConfig
 from envgym.engines.base import ChatEngine, ChatReply, SamplingParams
 from envgym.env import EnvSpec
-from envgym.episode_record import from_record, to_record
+from envgym.episodes.record import from_record, to_record
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.render import NoRenderer
-from envgym.rollout import Play, Runner
+from envgym.rollout.runner import Play, Runner
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolCall, ToolSpec
 
 TOOL = ToolSpec("look", "Look.", {"type": "object", "properties": {}})

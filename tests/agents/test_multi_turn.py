@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from envgym import Action, Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.agents.tool_calling import ToolCalling
-from envgym.config import RolloutConfig
+from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout import Play, Runner
+from envgym.rollout.runner import Play, Runner
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})

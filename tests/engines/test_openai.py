@@ -18,16 +18,16 @@ import pytest
 from aiohttp import web
 
 import envgym
-from envgym.config import resolve
+from envgym.config.schema import resolve
 from envgym.engines.base import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
-from envgym.episode_record import from_record, to_record
+from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.placement import make_agent, make_runner, running, sampling_of, set_up, start_sampling
-from envgym.rollout import Play
-from envgym.run_folder import RunFolder
+from envgym.rollout.runner import Play
 from envgym.services import http
+from envgym.training.launch import make_agent, make_runner, running, sampling_of, set_up, start_sampling
+from envgym.training.run_folder import RunFolder
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -406,7 +406,7 @@ def test_the_agent_that_plays_the_same_by_messages():
 
 
 def test_agents_and_engines_that_do_not_understand_each_other_are_refused():
-    for name, own in {"outside": {"command": "true"}, "replay": {}, "openrlhf_executor": {}}.items():
+    for name, own in {"external": {"command": "true"}, "replay": {}, "openrlhf_executor": {}}.items():
         with pytest.raises(ConfigError, match=f"played by the agent {name}, which works on tokens"):
             agent_of(agent={"name": name, **own})
     with pytest.raises(ConfigError, match="agent chat speaks messages, which only"):

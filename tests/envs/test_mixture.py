@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.agent import Agent, AgentConfig
-from envgym.config import RolloutConfig, parse_words, resolve
+from envgym.config.schema import RolloutConfig, parse_words, resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvConfig, EnvSpec, ListTasks
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
 from envgym.evaluation.held_out import result_of
-from envgym.metrics import rollout_metrics
-from envgym.rollout import Play, Runner
+from envgym.monitoring.metrics import rollout_metrics
+from envgym.rollout.runner import Play, Runner
 from envgym.types import Action, Episode, Outcome, Task
 
 PLAYERS = '''

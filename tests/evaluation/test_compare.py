@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from envgym.display import Display
 from envgym.errors import RunError
 from envgym.evaluation.compare import Comparison, EnvComparison, compare
 from envgym.evaluation.folder import EvalFolder
@@ -16,6 +15,7 @@ from envgym.evaluation.paired import paired_difference
 from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.statistics import t_quantile, t_quantile_975
 from envgym.evaluation.suite import Suite
+from envgym.monitoring.display import Display
 from envgym.types import Episode, Outcome, Task
 
 ENVGYM = Path(sys.executable).with_name("envgym")

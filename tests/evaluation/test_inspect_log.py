@@ -17,19 +17,7 @@ import pytest
 
 from envgym.evaluation.inspect_log import inspect_log, inspect_metrics, log_name, write_inspect_logs
 from envgym.evaluation.result import result_of
-from envgym.types import (
-    Episode,
-    Group,
-    Message,
-    Outcome,
-    Row,
-    Segment,
-    StopReason,
-    Task,
-    TextPart,
-    ToolCall,
-    Turn,
-)
+from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
 
 INSPECT = "inspect-ai==0.3.285"
 CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from envgym import api
-from envgym.display import Display
 from envgym.errors import ConfigError, EnvgymError, RunError
 from envgym.evaluation.folder import EvalFolder
 from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
 from envgym.evaluation.result import result_of
 from envgym.evaluation.suite import Suite
+from envgym.monitoring.display import Display
 from envgym.types import Group
 
 ENVGYM = Path(sys.executable).with_name("envgym")

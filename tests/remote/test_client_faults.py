@@ -20,11 +20,11 @@ from aiohttp import web
 import envgym
 import envgym.registry as registry
 from envgym.agent import Agent, AgentConfig
-from envgym.config import RolloutConfig
+from envgym.config.schema import RolloutConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.remote.transport import RemoteError
-from envgym.rollout import Play, Runner
+from envgym.rollout.runner import Play, Runner
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, StopReason, Turn
 
 from .meddling import Forward, meddling

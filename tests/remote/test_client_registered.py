@@ -14,11 +14,11 @@ import yaml
 
 import envgym
 from envgym import registry
-from envgym.display import Display
 from envgym.errors import ConfigError, NameNotFound
 from envgym.evaluation.folder import EvalFolder
 from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
+from envgym.monitoring.display import Display
 from envgym.remote import registered
 
 ENVGYM = Path(sys.executable).with_name("envgym")

@@ -14,7 +14,7 @@ import envgym.registry as registry
 from envgym.env import EnvSpec
 from envgym.remote.encoding import encode
 from envgym.remote.wire import Opening, TaskPage
-from envgym.rollout import as_judgement
+from envgym.rollout.runner import as_judgement
 from envgym.types import Action, Episode, Outcome, Task
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -19,7 +19,7 @@ import pytest
 
 from envgym.cli import main
 from envgym.cli.serve import make_specs, split_words
-from envgym.episode_record import to_record
+from envgym.episodes.record import to_record
 from envgym.errors import ConfigError
 from envgym.remote.prometheus import Counter, Histogram
 from envgym.types import Episode, Outcome, Task

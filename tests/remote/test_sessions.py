@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 import envgym.registry as registry
-from envgym.episode_record import to_record
+from envgym.episodes.record import to_record
 from envgym.errors import CallTimeout
 from envgym.remote.limits import Limits
 from envgym.remote.wire import Group

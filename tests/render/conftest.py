@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envgym.fresh_model import FreshModelConfig, make_fresh_model
+from envgym.models.fresh import FreshModelConfig, make_fresh_model
 from envgym.render import ChatRenderer, load_tokenizer
 
 CHATML = (

@@ -9,7 +9,7 @@ from envgym.engines.base import Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.render import load_tokenizer, make_renderer
-from envgym.sampler import Waves
+from envgym.rollout.sampler import Waves
 from envgym.services import Policy, start_services
 from envgym.services.policy import WAVES
 from envgym.workers.inline import InlineRuntime

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from envgym.trackers import Story, Trackers
+from envgym.monitoring.trackers import Story, Trackers
 
 STEPS = range(1, 6)
 

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from envgym import trackers
-from envgym.config import resolve
+from envgym.config.schema import resolve
 from envgym.errors import ConfigError, MissingDependency
-from envgym.run import story_of
-from envgym.run_folder import RunFolder
-from envgym.trackers import Story, Tracker, Trackers, check_installed, numbers_of, run_id
+from envgym.monitoring import trackers
+from envgym.monitoring.trackers import Story, Tracker, Trackers, check_installed, numbers_of, run_id
+from envgym.training.run import story_of
+from envgym.training.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from envgym.errors import ConfigError, MissingDependency
-from envgym.lora import LoraConfig
+from envgym.models.lora import LoraConfig
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
@@ -270,7 +270,7 @@ def test_dropout_is_for_recorded_data():
     ("peft", "lora", {"rank": 4}), ("bitsandbytes", "qlora", {"rank": 4, "quantize": "4bit"}),
 ])  # fmt: skip
 def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch, package, extra, settings):
-    monkeypatch.setattr("envgym.lora.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("envgym.models.lora.find_spec", lambda name: None if name == package else object())
     LoraConfig().check_installed()
     with pytest.raises(
         MissingDependency, match=rf"'{package}', which is not installed: pip install 'envgym\[{extra}\]'"

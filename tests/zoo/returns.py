@@ -9,7 +9,7 @@ import time
 from healthy import Sums
 
 import envgym
-import envgym.heeding
+import envgym.isolation.cancellation
 
 
 class NanReward(Sums):
@@ -84,7 +84,7 @@ class SwallowsItsEnd(Sums):
     Config = type("Config", (envgym.EnvConfig,), {"__annotations__": {"call_timeout": float}, "call_timeout": 0.3})
 
     def __init__(self):
-        envgym.heeding.GRACE_SECONDS = 0.2  # of this process, which is the check's own
+        envgym.isolation.cancellation.GRACE_SECONDS = 0.2  # of this process, which is the check's own
 
     async def step(self, action):
         while True:

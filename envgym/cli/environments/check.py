@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, env_settings, make_spec
+from envgym.isolation import event_loop
 
 if TYPE_CHECKING:
     from envgym.check import Finding

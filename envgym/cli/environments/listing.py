@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, make_spec
 from envgym.errors import EnvgymError, InvalidOutcome
+from envgym.isolation import event_loop
 
 from .said import about, as_lines, signature
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envgym import event_loop
 from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser, make_spec
 from envgym.errors import ConfigError
+from envgym.isolation import event_loop
 from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
 
 from .said import about, as_lines, example_call, signature

@@ -18,15 +18,15 @@ import yaml
 
 import envgym
 from envgym.agents.tool_calling import ToolCalling
-from envgym.config import RolloutConfig
+from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout import Play, Runner
+from envgym.rollout.runner import Play, Runner
 from envgym.types import Action, StopReason, ToolCall, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-LAUNCHER = Path(__file__).parents[2] / "remote" / "nemo_gym" / "real_servers.py"
+LAUNCHER = Path(__file__).parent / "serving" / "real_servers.py"
 SERVERS = {"reasoning_gym": "math", "example_session_state_mgmt": "agent", "blackjack": "games"}
 """Implementations that are started, and the domain each must name."""
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from envgym import registry
-from envgym.config import RolloutConfig
+from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.registry import load_component
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout import Play, Runner
+from envgym.rollout.runner import Play, Runner
 from envgym.types import StopReason, Task, VersionSpan
 
 SEEDS = Path(__file__).parents[2] / "data" / "seeds"

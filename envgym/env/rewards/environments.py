@@ -1,0 +1,264 @@
+"""The environments of reward functions: one answer to one prompt, judged by itself or with its group."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, overload
+
+from pydantic import Field
+
+from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
+from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
+from envgym.isolation.blocking import OwnThread
+from envgym.isolation.processes import Processes
+from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
+from envgym.tasks.config import SourceConfig
+from envgym.tasks.reading import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
+from envgym.types import Action, Episode, Message, Observation, Task, as_messages
+
+from .functions import Parameters, Reward, as_reward, as_rewards, conversation, prompt_text
+
+TEST_FRACTION = 0.1
+"""Share of the prompts given in Python that is held out."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Rows = Sequence[Mapping[str, Any]] | Callable[[str], Iterable[Mapping[str, Any]]]
+
+
+@overload
+def reward(function: Function, /) -> Function: ...
+@overload
+def reward(*, batch: bool = False, tasks: Rows | None = None) -> Callable[[Function], Function]: ...
+def reward(
+    function: Callable[..., Any] | None = None, /, *, batch: bool = False, tasks: Rows | None = None
+) -> Callable[..., Any]:
+    """Make a function that judges an answer an environment: one prompt, one answer, one reward.
+
+    The function takes what it needs by name: `completion` (the answer's text), `prompt` (its text), `answer` (the
+    task's), any field of the data row, `task`, `messages` (the conversation, the answer included), `action`. It may be
+    asynchronous. It returns a number, None for no reward, or an `envgym.Reward` (or a mapping with its fields).
+
+    With `batch` it is called once for all answers to a task, takes lists and returns one. `tasks` are rows to pose
+    where no `data.path` is given: a list, of which a share is held out, or a function of the split (`train`, `test`).
+
+    The function stays what it was. A file with one such function is an environment, as are `file.py:name` and what
+    `envgym.register` is given. Raises `ConfigError` for a function that cannot be called by names.
+    """
+    if function is None:
+        return functools.partial(reward, batch=batch, tasks=tasks)
+    Parameters(function)
+    content = {
+        "__doc__": function.__doc__,
+        "__module__": function.__module__,
+        "function": staticmethod(function),
+        "given_tasks": staticmethod(tasks) if callable(tasks) else tasks,
+    }
+    base = GroupRewardSpec if batch else RewardSpec
+    function.__environment__ = type(function.__name__, (base,), content)  # type: ignore[attr-defined]
+    return function
+
+
+class RewardConfig(DataEnvConfig):
+    """Settings of every reward function."""
+
+    chat: bool = True
+    """Pose prompts as chat messages, through the model's template; false: as raw text, for base models."""
+    processes: int = Field(0, ge=0)
+    """Call the function in this many processes of its own, where a call that hangs is killed at its deadline. 0: in
+    threads, which cannot be killed."""
+    logs: str | None = None
+    """Folder for what those processes print. Unset: a temporary one, kept where something went wrong."""
+
+
+class RewardEnv(Env):
+    """Poses the task and asks for the reward of the one answer."""
+
+    spec: RewardSpec
+    task: Task
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.task = (options or {})["task"]
+        if self.spec.config.chat:
+            return Observation(messages=as_messages(self.task.prompt)), {}
+        return Observation(text=prompt_text(self.task)), {}
+
+    async def step(self, action: Action) -> StepResult:
+        return _paid(await self.spec.reward_of(self.task, action))
+
+
+class ThreadRewardEnv(RewardEnv):
+    """The same for a function that may block: `step`, being no coroutine, runs on a thread of the instance's own."""
+
+    def step(self, action: Action) -> StepResult:  # type: ignore[override]
+        spec = self.spec
+        return _paid(as_reward(spec.function(**spec.arguments(self.task, action)), spec.name))
+
+
+class GroupRewardEnv(RewardEnv):
+    """Poses the task. The reward comes when all answers to it are there."""
+
+    async def step(self, action: Action) -> StepResult:
+        return None, None, True, False, {}
+
+
+def _paid(said: Reward) -> StepResult:
+    return None, said.reward, True, False, {"score": said.score, "metrics": dict(said.metrics)}
+
+
+class RewardSpec(DataEnvSpec):
+    """The environment of one function; `reward` makes a subclass for each."""
+
+    Config = RewardConfig
+    config: RewardConfig
+    answer_required = False
+    function: ClassVar[Callable[..., Any]]
+    given_tasks: ClassVar[Rows | None] = None
+
+    _processes: Processes | None = None
+
+    def __init__(self, id: str, env_class: type[Env] = RewardEnv, /, **kwargs: Any) -> None:
+        super().__init__(id, env_class, **kwargs)
+        self.name = self.function.__name__
+        self._parameters = Parameters(self.function)
+        if env_class is RewardEnv and not self.config.processes and not inspect.iscoroutinefunction(self.function):
+            self._env_class = ThreadRewardEnv
+
+    def __reduce__(self) -> Any:
+        from envgym.registry import spec_from_json
+
+        return spec_from_json, (self.to_json(),)
+
+    async def setup(self) -> None:
+        await super().setup()
+        for tasks in (self.tasks(split) for split in ("train", "test")):
+            if tasks.size != 0:
+                self._parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
+        if self.config.processes:
+            self._processes = Processes(
+                "envgym.env.rewards.host:FunctionHost",
+                {"target": self._target()},
+                count=self.config.processes,
+                name=self.name,
+                logs=self.config.logs,
+            )
+            await self._processes.start()
+
+    async def teardown(self) -> None:
+        if self._processes is not None:
+            await self._processes.close()
+            self._processes = None
+        await super().teardown()
+
+    def own_tasks(self, split: str) -> TaskSet:
+        if self.given_tasks is None:
+            raise ConfigError(f"environment {self.id} needs tasks: data.path=FILE, or tasks=… in its decorator")
+        return ListTasks(self._given_splits[split])
+
+    def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
+        """The task's answer, where it is text or a number."""
+        if isinstance(task.answer, str | int | float):
+            return [str(task.answer)]
+        return super().demonstrations(task, seed)
+
+    def arguments(self, task: Task, action: Action) -> dict[str, Any]:
+        """What the function is called with for one answer."""
+        messages = conversation(task, action.text)
+        return self._parameters.pick(task, self._aliases, completion=action.text, messages=messages, action=action)
+
+    async def reward_of(self, task: Task, action: Action) -> Reward:
+        arguments = self.arguments(task, action)
+        if self._processes is not None:
+            said: Reward = await self._processes.call("one", arguments, timeout=self.config.call_timeout)
+            return said
+        return as_reward(await self.function(**arguments), self.name)
+
+    @functools.cached_property
+    def _aliases(self) -> dict[str, str]:
+        """The names that the data may have for prompt and answer, which are no fields of a task any more."""
+        data = self.config.data
+        prompts = (*PROMPT_FIELDS, *(data.prompt if data else ()))
+        answers = (*ANSWER_FIELDS, *(data.answer if data else ()))
+        return dict.fromkeys(prompts, "prompt") | dict.fromkeys(answers, "answer")
+
+    @functools.cached_property
+    def _given_splits(self) -> dict[str, list[Task]]:
+        given = self.given_tasks
+        if callable(given):
+            return {split: _read(given(split), f"{self.name}-{split}") for split in ("train", "test")}
+        tasks = _read(given or (), self.name)
+        keys = [prompt_key(task) for task in tasks]
+        held_out = {key for key in keys if key < TEST_FRACTION * KEYS}
+        if len(set(keys)) > 1:  # of a handful of prompts the share may be none or all: keep one on either side
+            held_out = (held_out | {min(keys)}) - {max(keys)}
+        return {
+            "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
+            "test": [task for task, key in zip(tasks, keys, strict=True) if key in held_out],
+        }
+
+    def _target(self) -> str:
+        """How a process of its own finds the function. Raises `ConfigError` where it cannot."""
+        name, file = self.function.__qualname__, inspect.getsourcefile(self.function)
+        if "<locals>" in name or file is None or not Path(file).is_file():
+            raise ConfigError(f"env.processes: {self.name} must be at the top level of a file, to be found from there")
+        return f"{Path(file).resolve()}:{name}"
+
+
+class GroupRewardSpec(RewardSpec):
+    """The environment of a batch function."""
+
+    def __init__(self, id: str, env_class: type[Env] = GroupRewardEnv, /, **kwargs: Any) -> None:
+        super().__init__(id, env_class, **kwargs)
+        self._calls = asyncio.Semaphore(self.config.concurrency or 2**31)
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
+        rows = [self.arguments(task, answer_of(episode)) for episode in episodes]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        timeout = self.config.call_timeout
+        said: list[Reward | InvalidStep]
+        if self._processes is not None:
+            said = await self._processes.call("group", columns, len(rows), seed_of(episodes), timeout=timeout)
+            return said
+        async with self._calls:
+            return as_rewards(await self._call(columns, timeout), len(rows), self.name)
+
+    async def _call(self, columns: dict[str, list[Any]], timeout: float) -> Any:
+        thread = OwnThread(self.name)
+        deadline = asyncio.timeout(timeout)
+        try:
+            async with deadline:
+                if inspect.iscoroutinefunction(self.function):
+                    return await self.function(**columns)
+                return await thread.call(self.function, **columns)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise CallTimeout(f"{self.id}: {self.name} took longer than {timeout:g} s") from None
+        finally:
+            thread.end()
+
+
+def answer_of(episode: Episode) -> Action:
+    """The last thing the policy said in an episode."""
+    said = [message for message in episode.messages if message.role == "assistant"]
+    actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
+    turns = [turn for row in episode.rows for turn in row.turns]
+    token_ids = tuple(actions[-1].token_ids) if actions else ()  # an API tells none
+    return Action(said[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
+
+
+def seed_of(episodes: Sequence[Episode]) -> int:
+    """A seed for a call that judges these episodes: the same for the same ones."""
+    return random.Random("\n".join(episode.id for episode in episodes)).randrange(2**31)
+
+
+def _read(rows: Iterable[Mapping[str, Any]], name: str) -> list[Task]:
+    reader = TaskReader(SourceConfig(), answer_required=False)
+    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}") for number, row in enumerate(rows, 1)]
+    if not tasks:
+        raise DataError(f"{name}: there are no rows in tasks=…")
+    return tasks

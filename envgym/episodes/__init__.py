@@ -1,0 +1,1 @@
+"""Episodes on disk: one record, its files, generating them, judging them again."""

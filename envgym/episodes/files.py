@@ -1,0 +1,100 @@
+"""Episodes in files: JSON lines or Parquet, by the file's suffix."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from envgym.errors import ConfigError, DataError, RunError, missing_package
+from envgym.hashing import DIGITS
+from envgym.types import Episode
+
+from .journal import Journal, episode_line
+from .parquet import read_rollouts, write_rollouts
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+def read_episodes(path: Path) -> list[Episode]:
+    """The episodes that `path` holds: a file of them (.jsonl, .parquet), a folder of such files (a run's `rollouts/`,
+    or the run's own folder), or the folder of an evaluation. Files come by name, their episodes in their order.
+
+    Raises `DataError` for anything else, and where there is none.
+    """
+    episodes = [episode for file in _files(path) for episode in _read_file(file)]
+    if not episodes:
+        raise DataError(f"{path} holds no episodes")
+    return episodes
+
+
+def content_hash(path: Path) -> str:
+    """A fingerprint of the files that `read_episodes` reads. Raises `DataError` like it."""
+    digest = hashlib.sha256()
+    for file in _files(path):
+        try:
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:DIGITS]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"there is no file {path}")
+    if not path.is_dir():
+        return [path]
+    if (path / "episodes.jsonl").is_file():
+        return [path / "episodes.jsonl"]
+    if (path / "rollouts").is_dir():
+        path = path / "rollouts"
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise DataError(f"folder {path} holds no files of episodes ({', '.join(SUFFIXES)})")
+    return files
+
+
+def _read_file(path: Path) -> list[Episode]:
+    if path.suffix == ".parquet":
+        return read_rollouts(path)
+    if path.suffix == ".jsonl":
+        return Journal(path).episodes()
+    raise DataError(f"{path}: episodes are read from files that end with {' or '.join(SUFFIXES)}")
+
+
+def check_target(path: Path, *, overwrite: bool) -> None:
+    """Refuse what `write_episodes` could not write, before hours of work are spent on it. Makes the folder it is in."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {path}: episodes are written to a file that ends with {' or '.join(SUFFIXES)}")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise missing_package("pyarrow", "train", f"writing {path}")
+    if path.is_dir():
+        raise ConfigError(f"--out {path} is a folder: name a file")
+    if path.exists() and not overwrite:
+        raise RunError(f"{path} exists: name another file, or replace it with --overwrite")
+    probe = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DataError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def write_episodes(path: Path, episodes: Sequence[Episode]) -> None:
+    """Write the episodes to a .jsonl or .parquet file, in one rename. Raises `DataError` where that fails; a file that
+    was there is then what it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        if path.suffix == ".parquet":
+            write_rollouts(path, episodes)
+            return
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(episode_line(episode) for episode in episodes)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from None

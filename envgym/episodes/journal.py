@@ -1,0 +1,122 @@
+"""Episodes as they end, a line of JSON each, so that a kill at any moment loses none that had ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import DataError
+from envgym.types import Episode
+
+from .record import from_record, to_record
+
+Place = tuple[str, int]
+"""An episode's group and its member in it."""
+
+
+class Journal:
+    """A file of episodes. The first line of a place is the episode as it was played, a later one the same episode
+    after its group was judged together.
+
+    Raises `DataError` for a file that cannot be read or written, or holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def played(self) -> dict[Place, Episode]:
+        """The episodes as they were played, in the order in which they ended."""
+        found: dict[Place, Episode] = {}
+        for episode in self._read():
+            found.setdefault((episode.group, episode.member), episode)
+        return found
+
+    def judged(self) -> dict[Place, Episode]:
+        """The episodes with the last that was said of them, in the same order."""
+        return {(episode.group, episode.member): episode for episode in self._read()}
+
+    def episodes(self) -> list[Episode]:
+        """The same of a file that may have been joined from several, whose places have one name: an episode is the one
+        before it, judged, where the two are alike in what was said."""
+        found: list[Episode] = []
+        last: dict[Place, int] = {}
+        for episode in self._read():
+            place = (episode.group, episode.member)
+            if place in last and _is_same(found[last[place]], episode):
+                found[last[place]] = episode
+            else:
+                last[place] = len(found)
+                found.append(episode)
+        return found
+
+    def open(self) -> None:
+        """Make ready to write: what a kill left of a last line is cut off."""
+        try:
+            self.path.touch()
+            content = self.path.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if _is_whole(content[whole:]):
+                with self.path.open("ab") as file:
+                    file.write(b"\n")
+            else:
+                os.truncate(self.path, whole)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def write(self, episode: Episode) -> None:
+        """Append an episode."""
+        line = episode_line(episode)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written: {error.strerror}; the episodes before this one are kept there"
+            ) from None
+
+    def _read(self) -> Iterator[Episode]:
+        if not self.path.exists():
+            return
+        number = 0
+        try:
+            with self.path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith("\n") and not _is_whole(line):
+                        return  # cut short by a kill
+                    yield _episode(line, self.path, number)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.path}, line {number + 1}: it cannot be read ({error})") from None
+
+
+def episode_line(episode: Episode) -> str:
+    """The episode as a line of JSON. What JSON does not know (a date in a task's fields) is written as text."""
+    return json.dumps(to_record(episode), default=str) + "\n"
+
+
+def _is_same(one: Episode, other: Episode) -> bool:
+    return (one.id, one.task.key, one.seconds, one.messages) == (
+        other.id,
+        other.task.key,
+        other.seconds,
+        other.messages,
+    )
+
+
+def _is_whole(last: str | bytes) -> bool:
+    """Whether a last line lacks only its end, as editors leave it."""
+    try:
+        json.loads(last)
+    except ValueError:
+        return False
+    return True
+
+
+def _episode(line: str, path: Path, number: int) -> Episode:
+    try:
+        record: Any = json.loads(line)
+        return from_record(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}, line {number}: this is not an episode ({type(error).__name__}: {error})") from None

@@ -1,0 +1,295 @@
+"""Judging saved episodes again, without sampling, by another environment or reward model: what `envgym score` does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.agent import Agent, Sampler
+from envgym.config.schema import RunConfig, StageConfig
+from envgym.env import CheckedEnv, EnvSpec, ListTasks
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.evaluation.statistics import Mean, clustered_mean
+from envgym.hashing import task_hash
+from envgym.isolation import event_loop
+from envgym.rollout.runner import Play, Runner, group_ids
+from envgym.rollout.transcript import Transcript
+from envgym.services import Policy, Services, start_services
+from envgym.tasks import DataEnvSpec
+from envgym.training.launch import running, sampling_of
+from envgym.training.run_folder import RunFolder
+from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Status, Task, Turn
+
+from .files import check_target, content_hash, read_episodes
+from .resumable import Unfinished
+
+if TYPE_CHECKING:
+    from envgym.monitoring.display import Display
+
+PURPOSE = "score"
+BEFORE = "_before"
+"""Ends the names of the metrics that keep what was said of an episode before."""
+UNUSED = "unused_turns"
+"""Metric: recorded turns that were not played, because the environment had ended the episode."""
+RECORDING = "recording"
+"""Why an episode is truncated whose environment wants more turns than were recorded, and the kind of failure of one
+whose turns cannot be told from its record."""
+LIMITS_OF_THE_POLICY = {"length", "tokens", "context", "turns", "template"}
+"""Reasons for which the policy had no more turns, whatever the environment."""
+
+
+def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, overwrite: bool = False) -> dict[str, Any]:
+    """Let the last stage's environment judge the episodes of `source`, write them to `out` in their order and return
+    what came of it.
+
+    The environment is reset on the saved task and stepped with the recorded turns. What it says replaces reward, score,
+    answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as they are.
+
+    What an earlier call with the same settings and file has judged is not judged again, but by those that judge groups
+    together.
+
+    Keys: env, episodes, judged, skipped (failed before: kind -> count), score and reward (each a `Change`), parts (the
+    same two of each part of an evaluation or a rollout, by name; empty where there is one), changed, short (truncated
+    for want of turns), unused (ended before their last turn), failures (kind -> count), seconds. Raises `EnvgymError`;
+    Ctrl-C is a `KeyboardInterrupt` that says what is kept.
+    """
+    check_target(out, overwrite=overwrite)
+    saved = read_episodes(source)
+    began = time.monotonic()
+    work = Unfinished(out, overwrite=overwrite)
+    with work.held():
+        work.begin(_settings(config, content_hash(source)))
+        with work.playing():
+            episodes = event_loop.run(_score(config, saved, work, display))
+            work.finish(episodes)
+    return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
+
+
+class Recorded(Agent):
+    """Plays the turns of saved episodes as they were recorded: text, tool calls, token ids, stop reason.
+
+    It renders nothing, and so needs no tokenizer. `recordings` are the episodes by the `id()` of the task object that
+    stands for each.
+    """
+
+    samples = False
+
+    def __init__(self, recordings: Mapping[int, Episode]) -> None:
+        self._recordings = recordings
+
+    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
+        saved = self._recordings[id(task)]
+        actions = recorded_actions(saved)
+        transcript = Transcript(None)
+        transcript.rows = [Row([Segment("action", [])])]  # a row to write the turns down in
+        turns = transcript.rows[0].turns
+        await env.reset(seed=saved.seed, options={"task": task})
+        outcome = Outcome.truncated(RECORDING)
+        if saved.outcome.status is Status.TRUNCATED and saved.outcome.reason in LIMITS_OF_THE_POLICY:
+            outcome = saved.outcome
+        for action in actions:
+            _, reward, terminated, truncated, info = await env.step(action)
+            turns.append(Turn(None, action.stop_reason))
+            transcript.paid(reward, info)
+            if terminated or truncated:
+                outcome = Outcome.completed() if terminated else Outcome.truncated("environment")
+                break
+        episode = transcript.episode(task, outcome)
+        if len(turns) < len(actions):
+            episode.metrics[UNUSED] = float(len(actions) - len(turns))
+        episode.rows, episode.messages = _paid(saved.rows, turns), saved.messages
+        return episode
+
+
+def recorded_actions(saved: Episode) -> list[Action]:
+    """What the policy did in an episode, turn by turn.
+
+    The messages may begin with turns of the assistant that are the task's: the policy's are the last ones. An API tells
+    no token ids. Raises `InvalidOutcome` where the messages do not hold all the turns.
+    """
+    turns = [turn for row in saved.rows for turn in row.turns]
+    sampled = [segment for row in saved.rows for segment in row.segments if segment.role == "action"]
+    said = [message for message in saved.messages if message.role == "assistant"]
+    if not turns:
+        raise InvalidOutcome(RECORDING, "no turn of the policy is recorded")
+    if len(said) < len(turns):
+        raise InvalidOutcome(RECORDING, f"{len(turns)} turns are recorded, and the messages hold {len(said)} of them")
+    token_ids = [tuple(segment.token_ids) for segment in sampled] if len(sampled) == len(turns) else [()] * len(turns)
+    return [
+        Action(message.text, ids, message.tool_calls, turn.stop_reason)
+        for message, ids, turn in zip(said[-len(turns) :], token_ids, turns, strict=True)
+    ]
+
+
+def _paid(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
+    """The rows with what was paid for their turns now; nothing for those that were not played."""
+    rewards: Iterator[float | None] = iter([turn.reward for turn in turns])
+    return [
+        replace(row, turns=[Turn(next(rewards, None), turn.stop_reason) for turn in row.turns], outputs={})
+        for row in rows
+    ]
+
+
+def _settings(config: RunConfig, episodes: str) -> dict[str, Any]:
+    """Everything that a judgement depends on."""
+    stage = config.stages[-1].model_dump(mode="json")
+    run = {"seed": config.seed, "deterministic": config.deterministic}
+    return {"env": stage["env"], "data": stage["data"], **run, "episodes": episodes}
+
+
+async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, display: Display) -> list[Episode]:
+    """The episodes as they are judged now, in the same order."""
+    stage = config.stages[-1]
+    spec = stage.make_spec()
+    # A task object of its own for each episode, by which the agent knows the recording.
+    tasks = {place: replace(episode.task) for place, episode in enumerate(saved) if not episode.failed}
+    _refuse_policies(spec)
+    _give(spec, list(tasks.values()))
+    display.phase(f"setting up {spec.id}")
+    async with (
+        running(config, RunFolder(work.path)) as runtime,
+        start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
+    ):
+        work.check_tasks(group_ids(PURPOSE, tasks.values()), spec)
+        if work.played:
+            display.note(f"{len(work.played)} episodes are kept from before")
+        await _start(services, display)
+        agent = Recorded({id(task): saved[place] for place, task in tasks.items()})
+        runner = _runner(config, stage, spec, agent)
+        display.phase("scoring")
+        groups = await runner.play(
+            list(tasks.values()),
+            Play(PURPOSE, sampling_of(stage, ()), 1),
+            display.rollout,
+            kept=work.played,
+            on_episode=work.journal.write,
+        )
+        judged = list(saved)
+        for place, group in zip(tasks, groups, strict=True):
+            [episode], old = group.episodes, saved[place]
+            episode.id, episode.group, episode.member = old.id, old.group, old.member
+            episode.seed, episode.attempt, episode.seconds = old.seed, old.attempt, old.seconds
+            if episode.failed:
+                episode.rows, episode.messages = _paid(old.rows, ()), old.messages
+            judged[place] = episode
+        judged_groups = saved_groups(judged)
+        await asyncio.gather(*(runner.compare(group) for group in judged_groups))
+        runner.withdraw_scores(judged_groups)
+    for place in tasks:
+        judged[place].metrics |= _before(saved[place])
+    return judged
+
+
+def _runner(config: RunConfig, stage: StageConfig, spec: EnvSpec, agent: Agent) -> Runner:
+    settings = stage.rollout.model_copy(update={"refills": 0})  # another episode would be the same one
+    return Runner(spec, agent, None, settings, max_model_len=0, seed=config.seed, deterministic=config.deterministic)
+
+
+async def _start(services: Services, display: Display) -> None:
+    if services.names:
+        display.phase(f"starting {', '.join(services.names)}")
+        await services.start()
+
+
+def _refuse_policies(spec: EnvSpec) -> None:
+    for part in (spec, *spec.parts()):
+        for name, declared in part.services.items():
+            if isinstance(declared, Policy):
+                raise ConfigError(
+                    f"environment {part.id} asks the policy itself (service {name}), which is not sampled here: "
+                    "name another model for it"
+                )
+
+
+def _give(spec: EnvSpec, tasks: Sequence[Task]) -> None:
+    """Let an environment that has no tasks of its own be set up on those that it is going to pose."""
+    of: dict[int, tuple[EnvSpec, list[Task]]] = {}
+    for task in tasks:
+        part = spec.of(task)  # a mixture refuses what none of its members poses
+        of.setdefault(id(part), (part, []))[1].append(task)
+    for part, own in of.values():
+        if isinstance(part, DataEnvSpec):
+            part.given = ListTasks(own)
+
+
+def saved_groups(episodes: Sequence[Episode]) -> list[Group]:
+    """The groups that episodes belong to. Files of several rollouts may use the same names: a member that comes again
+    is of another group, and so is one of another task."""
+    groups: dict[tuple[str, str, int], Group] = {}
+    seen: Counter[tuple[str, str, int]] = Counter()
+    for episode in episodes:
+        name = (episode.group, episode.task.key)
+        member = (*name, episode.member)
+        group = groups.setdefault((*name, seen[member]), Group(episode.group, episode.task, []))
+        group.episodes.append(episode)
+        seen[member] += 1
+    return list(groups.values())
+
+
+def _before(old: Episode) -> dict[str, float]:
+    """What was said of an episode before, as metrics. Of what was before that nothing is kept."""
+    said = {name: value for name, value in old.metrics.items() if not name.endswith(BEFORE)}
+    said |= {name: value for name in ("reward", "score") if (value := getattr(old, name)) is not None}
+    return {f"{name}{BEFORE}": value for name, value in said.items()}
+
+
+def part_of(episode: Episode) -> str:
+    """What an episode was played for: a part of an evaluation, a rollout, or training, whose steps are one."""
+    return "training" if re.fullmatch(r"step-\d+-\d+", episode.purpose) else episode.purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A mean over problems as it was and as it is now, over the same `episodes`: those that have a number both times.
+    Where none has, each mean is over those that have it. None: there is none."""
+
+    before: Mean | None
+    after: Mean | None
+    episodes: int
+
+
+def _summary(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if not old.failed]
+    judged = [new for _, new in pairs if not new.failed]
+    parts: dict[str, list[tuple[Episode, Episode]]] = {}
+    for old, new in pairs:
+        parts.setdefault(part_of(old), []).append((old, new))
+    return {
+        "episodes": len(before),
+        "judged": len(judged),
+        "skipped": dict(Counter(old.outcome.reason for old in before if old.failed)),
+        **_changes(pairs),
+        "parts": {name: _changes(own) for name, own in parts.items()} if len(parts) > 1 else {},
+        "changed": sum((old.score, old.reward) != (new.score, new.reward) for old, new in pairs if not new.failed),
+        "short": sum(new.outcome.reason == RECORDING for new in judged),
+        "unused": sum(UNUSED in new.metrics for new in judged),
+        "failures": dict(Counter(new.outcome.reason for _, new in pairs if new.failed)),
+    }
+
+
+def _changes(pairs: Sequence[tuple[Episode, Episode]]) -> dict[str, Change]:
+    return {what: _change(pairs, what) for what in ("score", "reward")}
+
+
+def _change(pairs: Sequence[tuple[Episode, Episode]], what: str) -> Change:
+    judged = [pair for pair in pairs if not pair[1].failed]
+    both = [pair for pair in judged if all(getattr(episode, what) is not None for episode in pair)]
+    old, new = ([pair[which] for pair in both or judged] for which in (0, 1))
+    return Change(_mean(old, what), _mean(new, what), len(both))
+
+
+def _mean(episodes: Sequence[Episode], what: str) -> Mean | None:
+    """The mean over problems of an episode's `score` or `reward`; None where no episode has one."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        if (value := getattr(episode, what)) is not None:
+            # The first task of every environment has the same key, and other data other tasks of the same one.
+            problem = f"{part_of(episode)}\0{task_hash(episode.task)}\0{episode.task.key}"
+            values.setdefault(problem, []).append(value)
+    return clustered_mean(values) if values else None

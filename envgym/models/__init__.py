@@ -1,0 +1,1 @@
+"""Models by name: folders, hub ids, runs, recipes; made, merged and exported."""

@@ -1,0 +1,111 @@
+"""A new, untrained model folder: a small Qwen3 architecture and a byte-level tokenizer with learned merges.
+
+For machines that can reach no model hub, and for tests. The tokenizer can write any text (all 256 bytes are
+in its alphabet); digits are never merged, as in the large models' tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import Field
+
+from envgym.errors import missing_package
+from envgym.settings import Settings
+
+END_OF_TURN = "<|im_end|>"
+START_OF_TURN = "<|im_start|>"
+PADDING = "<|endoftext|>"
+ROPE_THETA = 100.0
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + ({'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson) }}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class FreshModelConfig(Settings):
+    """The size of a new model."""
+
+    hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(256, ge=8)
+    """Width of the feed-forward layers."""
+    layers: int = Field(2, ge=1)
+    """Transformer blocks."""
+    heads: int = Field(4, ge=1)
+    """Attention heads, each hidden_size / heads wide."""
+    vocab_size: int = Field(512, ge=300)
+    """Tokens in the vocabulary, the 256 bytes and the special tokens included."""
+    max_model_len: int = Field(512, ge=16)
+    """Longest sequence, in tokens."""
+
+
+def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[str], seed: int) -> None:
+    """Write a randomly initialised causal model and a tokenizer whose merges are learned from `corpus`.
+
+    The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. The same seed gives the same weights.
+    """
+    try:
+        import torch
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise missing_package(error.name or "torch", "train", "making a model") from None
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # Words keep the space before them; each digit stands alone, so that numbers have one spelling.
+            pre_tokenizers.Split(Regex(r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PADDING, START_OF_TURN, END_OF_TURN]
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PADDING, chat_template=CHAT_TEMPLATE
+    )
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            head_dim=config.hidden_size // config.heads,
+            # Both halve the steps a small model needs: weights that start at the scale of its width, and rotations
+            # that tell apart places a few tokens away rather than thousands.
+            initializer_range=0.7 / config.hidden_size**0.5,
+            rope_theta=ROPE_THETA,
+            max_position_embeddings=config.max_model_len,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=fast.eos_token_id,
+            pad_token_id=fast.pad_token_id,
+        )
+    )
+    model.generation_config.eos_token_id = fast.eos_token_id
+    model.generation_config.pad_token_id = fast.pad_token_id
+    folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # ours is the only one
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)

@@ -1,0 +1,182 @@
+"""An adapter and its base made one model: what `envgym model merge` does, by peft, for any folder in its form."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import ConfigError, missing_package
+
+from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
+from .name import is_path
+
+CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+"""transformers' classes, by what peft calls their tasks: policies, reward models, critics."""
+
+
+def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Callable[[str], None]) -> Path:
+    """Write the model folder `out`: the adapter's base with the adapter added to its weights, and its tokenizer.
+
+    `base` is a folder or hub id; by default the one that the adapter names. Weights keep the base's number format.
+    An adapter that learned on 4-bit weights is merged into those numbers, in the format they were computed with: the
+    policy that learned. `note` is told what the user should know. Raises `ConfigError` in one line.
+    """
+    folder, final = Path(adapter).expanduser(), Path(out).expanduser()
+    config = _read_config(folder)
+    if final.exists():
+        raise ConfigError(f"{out} exists: give the merged model another name")
+    base = base or config.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
+    _check_base(base, adapter)
+    unfinished = final.with_name(f"{final.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)  # first: loading a large base only to find no place for it would be a pity
+        _merged(folder, config, base).save_pretrained(unfinished)
+        if not _save_tokenizer((str(folder), base), unfinished):
+            note(f"{base} has no tokenizer, and so {out} has none")
+        os.replace(unfinished, final)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return final
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(f"there is no adapter folder {folder}")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        inner = folder / "adapter"
+        hint = f". Did you mean {inner}?" if (inner / ADAPTER_CONFIG).is_file() else ""
+        raise ConfigError(f"{folder} is no adapter folder in peft's form: it has no {ADAPTER_CONFIG}{hint}")
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        kind = config["peft_type"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} is not the config of an adapter") from None
+    if kind != "LORA":
+        raise ConfigError(f"{folder} holds an adapter of kind {kind}, and only LORA can be merged")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"the adapter folder {folder} has no {ADAPTER_WEIGHTS}")
+    return config
+
+
+def _check_base(base: str, adapter: str) -> None:
+    path = Path(base).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"the base {base} is no model folder: it has no config.json")
+    elif is_path(base):
+        raise ConfigError(f"the base of {adapter} is not at {base}: say where it is with --base")
+
+
+def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
+    try:
+        import torch
+        import transformers
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise missing_package(error.name or "torch", "train", "merging an adapter") from None
+    from envgym.workers.adapter import library
+
+    peft = library()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+    except SafetensorError as error:
+        raise ConfigError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}") from None
+    model, missing = _load_base(base, config, shapes)
+    origin = folder / ORIGIN
+    if origin.is_file():
+        model = _through_4_bits(model, base, json.loads(origin.read_text()))
+    heads = {name.partition(".")[0] for name in missing} - set(config.get("modules_to_save") or ())
+    if heads:
+        raise ConfigError(f"neither the base {base} nor the adapter has weights for {sorted(heads)[0]}")
+    other = ConfigError(f"the adapter {folder} is of another model than {base}: give its own with --base")
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            with_adapter = peft.PeftModel.from_pretrained(model, str(folder))
+            needed = set(peft.get_peft_model_state_dict(with_adapter, save_embedding_layers=False))
+            if needed - shapes.keys() or any(".lora_" in name for name in shapes.keys() - needed):
+                raise other
+            return with_adapter.merge_and_unload(safe_merge=True)
+    except (RuntimeError, KeyError):
+        raise other from None
+    except ValueError as error:
+        raise ConfigError(f"the adapter {folder} cannot be merged into {base}: {_line(error)}") from None
+
+
+def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """The base as the class that the adapter was made on, and the names of weights it lacks."""
+    import transformers
+
+    try:
+        base_config = transformers.AutoConfig.from_pretrained(base)
+        task = config.get("task_type") or _task_of(base_config)
+        if task not in CLASSES:
+            raise ConfigError(f"adapters for {task} cannot be merged, only those for {', '.join(CLASSES)}")
+        heads = config.get("modules_to_save") or ()
+        labels = [shapes[name][0] for head in heads if (name := f"base_model.model.{head}.weight") in shapes]
+        if labels and task != "CAUSAL_LM":
+            base_config.num_labels = labels[0]
+        model, loading = getattr(transformers, CLASSES[task]).from_pretrained(
+            base, config=base_config, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"the base {base} does not load: {_line(error)}") from None
+    return model, set(loading["missing_keys"])
+
+
+def _task_of(config: Any) -> str:
+    """What a base is for, where its adapter does not say."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in endings.items() if name.endswith(ending)), "CAUSAL_LM")
+
+
+def _through_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
+    """The model with the numbers that its weights are computed with when they are kept in 4 bits."""
+    import torch
+
+    from envgym.workers.adapter import quantization, whole
+
+    dtype = getattr(torch, origin["dtype"])
+    kept = type(model).from_pretrained(base, config=model.config, dtype=dtype, quantization_config=quantization(dtype))
+    model = model.to(dtype)
+    for name, parameter in kept.named_parameters():
+        if hasattr(parameter, "quant_state"):
+            model.get_parameter(name).data = whole(parameter).to("cpu", dtype)
+    return model
+
+
+def _save_tokenizer(sources: tuple[str, ...], folder: Path) -> bool:
+    """Save the first tokenizer there is beside the model."""
+    import transformers
+
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir() and not any(next(path.glob(name), None) for name in ("tokenizer*", "vocab*", "*.model")):
+            continue  # transformers would make up an empty one
+        try:
+            transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return True
+    return False
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,214 @@
+"""The live table of a run on a terminal. Imports rich, so it is imported when a run starts on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from .display import METRICS, Display, Pace, failed
+from .report import duration, score, summary_lines
+
+if TYPE_CHECKING:
+    from envgym.config.schema import RunConfig
+
+REFRESHES_PER_SECOND = 2
+BARS = "▁▂▃▄▅▆▇█"
+PHASES = ("rollout", "score", "prepare", "learn", "sync", "eval")
+
+
+class LiveDisplay(Display):
+    """Keeps what it was told; rich draws it twice a second from a thread of its own, so telling costs nothing.
+
+    The terminal's cursor stays visible: there is nothing to restore where a run is killed.
+    """
+
+    def __init__(
+        self, config: RunConfig | None = None, console: Console | None = None, *, subject: str | None = None
+    ) -> None:
+        self._config = config
+        self._subject = subject
+        self._console = console or Console(highlight=False, file=cast(TextIO, _Lasting(sys.stdout)))
+        self._spinner = Spinner("dots")
+        self._phase, self._phase_began = "starting", time.monotonic()
+        self._episodes: tuple[int, int, str] | None = None
+        self._begin_stage()
+        self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=REFRESHES_PER_SECOND)
+
+    def _begin_stage(self) -> None:
+        self._pace = Pace(time.monotonic)
+        self._step = self._steps = 0
+        self._left: tuple[float, float] | None = None
+        self._metrics: Mapping[str, Any] = {}
+        self._history: list[float] = []
+        self._evaluations: list[tuple[int, Mapping[str, Any]]] = []
+
+    # -- what it is told ----------------------------------------------------------------------------------
+
+    def phase(self, text: str) -> None:
+        self._start()
+        self._phase, self._phase_began, self._episodes = text, time.monotonic(), None
+
+    def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
+        self._episodes = (done, total, failed(failures)) if done < total else None
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+        self._start()
+        if self._steps and (step <= self._step or steps != self._steps):
+            self._begin_stage()
+        left = self._pace.seconds_left(step, steps)
+        self._left = None if left is None else (time.monotonic(), left)
+        self._step, self._steps, self._metrics = step, steps, metrics
+        key = self._main_key()
+        if key in metrics:
+            self._history.append(metrics[key])
+        self._phase, self._phase_began, self._episodes = "training", time.monotonic(), None
+
+    def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
+        self._start()
+        if self._steps and step < self._step:
+            self._begin_stage()
+        if not result.get("greedy"):
+            self._evaluations.append((step, result))
+
+    def alarm(self, step: int, text: str) -> None:
+        self._console.print(Text(f"alarm at step {step}: ", "bold red").append(text, "not bold"))
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.close()
+        table = Table.grid(padding=(0, 2))
+        for name, text in summary_lines(summary):
+            table.add_row(Text(name, "bold green" if name == "next" else "bold"), Text(text, overflow="fold"))
+        self._console.print(Padding(table, (0, 1)))
+
+    def close(self) -> None:
+        self._phase, self._episodes = "", None
+        self._live.stop()
+
+    def _start(self) -> None:
+        if not self._live.is_started:
+            self._live.start()
+            self._console.show_cursor(True)
+
+    # -- what it shows ------------------------------------------------------------------------------------
+
+    def render(self) -> RenderableType:
+        """The panel, from what was told last."""
+        parts: list[RenderableType] = []
+        if self._phase:
+            parts.append(self._activity())
+        if self._steps:
+            parts.append(self._table())
+        return Panel(Group(*parts), title=self._title(), title_align="left", border_style="blue", padding=(0, 1))
+
+    def _title(self) -> Text:
+        title = Text("envgym", "bold")
+        if self._config is not None:
+            stage = self._config.stages[-1]
+            title.append(f"  {self._config.name or ''}", "bold cyan")  # a run that was given no name gets one later
+            title.append(f"  {self._subject or stage.env.name}, {stage.model}", "dim")
+        return title
+
+    def _activity(self) -> Table:
+        line = Table.grid(padding=(0, 1))
+        self._spinner.update(text=Text(self._phase))
+        parts: list[RenderableType] = [self._spinner]
+        if self._episodes is not None:
+            done, total, failures = self._episodes
+            parts += [
+                ProgressBar(total, done, width=20),
+                Text(f"{done}/{total} episodes", "dim").append(failures, "red"),
+            ]
+        elapsed = time.monotonic() - self._phase_began
+        line.add_row(*parts, Text(duration(elapsed) if elapsed >= 3 else "", "dim"))
+        return line
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        steps = Table.grid(padding=(0, 2))
+        steps.add_row(
+            Text(f"{self._step}/{self._steps}"), ProgressBar(self._steps, self._step, width=30), Text(self._time_left())
+        )
+        table.add_row(Text("step", "bold"), steps)
+        key = self._main_key()
+        if self._history:
+            name, form = METRICS[key]
+            bounds = (0.0, 1.0) if key == "reward/mean" else None
+            text = Text(form.format(self._history[-1])).append("  " + sparkline(self._history, 40, bounds), "cyan")
+            table.add_row(Text(name, "bold"), text)
+        if self._evaluations:
+            table.add_row(Text("held-out", "bold"), self._held_out())
+        for other in ("tokens/per_second", "mismatch/max"):
+            if other in self._metrics:
+                name, form = METRICS[other]
+                table.add_row(Text(name, "bold"), Text(form.format(self._metrics[other])))
+        spent = [
+            f"{phase} {self._metrics[key]:.2f} s" for phase in PHASES if (key := f"seconds/{phase}") in self._metrics
+        ]
+        if spent:
+            table.add_row(Text("time", "bold"), Text("  ".join(spent), "dim"))
+        return table
+
+    def _held_out(self) -> Text:
+        step, latest = self._evaluations[-1]
+        text = Text(score(latest), "bold yellow").append(f"  at step {step}", "dim")
+        first_step, first = self._evaluations[0]
+        if first_step != step:
+            text.append(f"  from {score(first)}", "dim")
+        return text
+
+    def _time_left(self) -> str:
+        if self._left is None or self._step >= self._steps:
+            return ""
+        told, left = self._left
+        return f"{duration(max(0.0, left - (time.monotonic() - told)))} left"
+
+    def _main_key(self) -> str:
+        return "loss" if "reward/mean" not in self._metrics else "reward/mean"
+
+
+class _Lasting:
+    """A terminal that may be closed while a run goes on: what is written then is lost, and no reason to end the run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def sparkline(values: Sequence[float], width: int, bounds: tuple[float, float] | None = None) -> str:
+    """The values as at most `width` bars, each the mean of neighbours.
+
+    The scale is the values' own range, widened to `bounds` where they are given.
+    """
+    width = min(width, len(values))
+    edges = [index * len(values) // width for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min([*means, *(bounds or ())[:1]]), max([*means, *(bounds or ())[1:]])
+    span = (high - low) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / span * len(BARS)))] for mean in means)

@@ -1,0 +1,161 @@
+"""What a step's episodes say about the run: the numbers of `metrics.jsonl` that need no model.
+
+`docs/metrics.md` has a line for every name that is logged, here and elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from envgym.errors import RolloutFailed
+from envgym.learner import LearnRow
+from envgym.types import Episode, Group, Status, StopReason
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    """Rewards, scores, lengths and failures of the groups a step played, over all and for each member of a mixture.
+
+    Failed episodes are counted, no more; so are the failed attempts that were played again.
+    """
+    record = _outcomes(groups)
+    finished = [episode for group in groups for episode in group.episodes if not episode.failed]
+    if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
+        record |= _lengths(finished)
+    for name in sorted({group.task.env for group in groups} - {""}):
+        of_member = _outcomes([group for group in groups if group.task.env == name])
+        record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
+    return record
+
+
+def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    finished = [episode for episode in episodes if not episode.failed]
+    failed = [episode for group in groups for episode in [*group.episodes, *group.lost] if episode.failed]
+    rewards = [episode.reward for episode in finished if episode.reward is not None]
+    scores = [episode.score for episode in finished if episode.score is not None]
+    record: dict[str, Any] = {"episodes": len(episodes)}
+    if rewards:
+        record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        record |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+    if flat := [spread == 1 for group in groups if (spread := _distinct_rewards(group)) is not None]:
+        record["reward/zero_variance_share"] = fmean(flat)
+    if scores:
+        record["score/mean"] = fmean(scores)
+    for name in sorted({name for episode in finished for name in episode.metrics}):
+        record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
+    for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
+        record[f"failures/{kind}"] = count
+    if episodes:
+        record["failures/share"] = sum(episode.failed for episode in episodes) / len(episodes)
+    return record
+
+
+def _distinct_rewards(group: Group) -> int | None:
+    """How many different rewards a group's episodes have; None where there are not two to compare."""
+    rewards = [episode.reward for episode in group.episodes if episode.reward is not None and not episode.failed]
+    return len(set(rewards)) if len(rewards) > 1 else None
+
+
+def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
+    """Sampled tokens and turns of the episodes, and how many ran into which limit."""
+    lengths = sorted(sum(row.n_action_tokens for row in episode.rows) for episode in finished)
+    truncated = [episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED]
+    return {
+        "tokens/sampled": sum(lengths),
+        "length/mean": fmean(lengths),
+        "length/p50": percentile(lengths, 0.5),
+        "length/p90": percentile(lengths, 0.9),
+        "length/max": lengths[-1],
+        "length/turns": fmean(sum(len(row.turns) for row in episode.rows) for episode in finished),
+        "length/truncated_share": len(truncated) / len(finished),
+        "length/cut_turns_share": fmean(cut) if (cut := _cut_turns(finished)) else 0.0,
+        **{f"truncated/{why}": count / len(finished) for why, count in sorted(Counter(truncated).items())},
+    }
+
+
+def _cut_turns(finished: Sequence[Episode]) -> list[bool]:
+    """Of each turn, whether it ended at its token limit."""
+    return [turn.stop_reason is StopReason.LENGTH for episode in finished for row in episode.rows for turn in row.turns]
+
+
+def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step's record says of an evaluation: the score and its interval, also of a mixture's members, or what the
+    learner measured on recorded episodes."""
+    if "score" not in result:
+        return {name: value for name, value in result.items() if "/" in name}
+    record = {
+        "eval/score": result["score"],
+        "eval/ci95": result["ci95"],
+        "eval/success_rate": result["success"]["rate"],
+        "eval/failed_share": sum(result["failures"].values()) / result["n_episodes"],
+        "eval/truncated_share": result["truncated"] / result["n_episodes"],
+    }
+    if (reward := result.get("reward", {}).get("score")) is not None:
+        record["eval/reward"] = reward
+    for kind in ("pass@k", "pass^k", "majority@k"):
+        record |= {f"eval/{kind.replace('k', k)}": value for k, value in result.get(kind, {}).items() if k != "1"}
+    for name, member in result.get("envs", {}).items():
+        record |= {f"eval/{name}/{key}": member[key] for key in ("score", "ci95")}
+        if (reward := member.get("reward", {}).get("score")) is not None:
+            record[f"eval/{name}/reward"] = reward
+    return record
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the `ordered` values that at least `share` of them do not exceed (nearest rank)."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def token_counts(rows: Sequence[LearnRow], text: Sequence[LearnRow], epochs: int) -> dict[str, int]:
+    """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
+    trained, of_text = (sum(int((row.weights > 0).sum()) for row in part) * epochs for part in (rows, text))
+    processed = sum(len(row.token_ids) for row in [*rows, *text]) * epochs
+    counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
+    return counts | ({"tokens/pretrain": of_text} if text else {})
+
+
+def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Rates of a step that took `seconds`, from its own `record` of what was sampled and learned, and when."""
+    rates = {"seconds/step": seconds, "tokens/per_second": record.get("tokens/sampled", 0) / seconds}
+    for phase, tokens in (("rollout", "tokens/sampled"), ("learn", "tokens/processed")):
+        if record.get(tokens) and record.get(f"seconds/{phase}"):
+            rates[f"tokens/per_second_{phase}"] = record[tokens] / record[f"seconds/{phase}"]
+    return rates
+
+
+def computing_metrics(
+    info: Mapping[str, Any], rows: Sequence[LearnRow], ranks: int, seconds: float
+) -> dict[str, float]:
+    """What a role's devices computed of its model while they learned from `rows` for `seconds`: `tflops`, 10^12
+    floating-point operations a second and device, and `mfu`, their share of what the device could do at most.
+
+    `info` is the worker's: (a, b) of `flops_per_token`, by which a sequence of T tokens takes a T + b T^2 operations,
+    and `peak_flops` of a device. Empty where the first is not known, without `mfu` where the second is not. Source of
+    MFU: A. Chowdhery et al., "PaLM" (2022), section 4.1.
+    """
+    if info.get("flops_per_token") is None:
+        return {}
+    a, b = info["flops_per_token"]
+    lengths = [len(row.token_ids) for row in rows]
+    flops = sum(a * length + b * length**2 for length in lengths) / (seconds * ranks)
+    told = {"tflops": flops / 1e12}
+    return told | ({"mfu": flops / info["peak_flops"]} if info.get("peak_flops") else {})
+
+
+def check_failures(groups: Sequence[Group], max_share: float) -> None:
+    """Raise `RolloutFailed`, with the commonest reason, where too many of the episodes failed to go on."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    failed = [episode for episode in episodes if episode.failed]
+    if failed and len(failed) > max_share * len(episodes):
+        raise RolloutFailed(
+            f"{len(failed)} of {len(episodes)} episodes failed; the commonest failure is {_commonest(failed)}"
+        )
+
+
+def _commonest(failed: Sequence[Episode]) -> str:
+    (kind, message), _ = Counter((e.outcome.reason, e.outcome.message) for e in failed).most_common(1)[0]
+    return f"{kind}: {message}"

@@ -1,0 +1,42 @@
+"""Where a step's line of metrics goes: the run folder, the alarms, the display and the trackers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from envgym.training.run_folder import RunFolder
+
+from .alarms import Alarms
+
+if TYPE_CHECKING:
+    from .display import Display
+    from .trackers import Trackers
+
+
+class Recorder:
+    """Writes a stage's records. Alarms are raised from the records alone, so a resumed run raises those that the run
+    would have raised anyway."""
+
+    def __init__(self, folder: RunFolder, display: Display, steps: int) -> None:
+        self._folder = folder
+        self._display = display
+        self._steps = steps
+        self.alarms = Alarms()
+        self.trackers: Trackers | None = None
+
+    def resume(self) -> None:
+        """Go on after the records that the folder holds."""
+        for record in self._folder.read_metrics():
+            self.alarms.hear(record)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """A step is done, or (0) the measurement before the first one. Adds the `alarms` that begin with it."""
+        raised = self.alarms.hear(record)
+        if raised:
+            record["alarms"] = [alarm.name for alarm in raised]
+        self._folder.append_metrics(record)
+        for alarm in raised:
+            self._display.alarm(record["step"], alarm.text)
+        self._display.step(record["step"], self._steps, record)
+        if self.trackers is not None:
+            self.trackers.log(record)

@@ -1,0 +1,192 @@
+"""What a run or an evaluation comes to: the words at its end, and a picture of how it went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from envgym.errors import missing_package
+from envgym.training.run_folder import RunFolder
+
+PICTURE = "curve.png"
+WINDOW_SHARE = 0.1
+"""Steps that the averaged curve averages over, as a share of all."""
+
+Evaluation = Mapping[str, Any]
+Line = tuple[str, str]
+"""What a line is about, and what it says."""
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 07 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def score(evaluation: Evaluation) -> str:
+    """`0.912 [0.885, 0.934]`: the mean and its 95% interval; the measurements of recorded episodes have names."""
+    if "score" in evaluation:
+        if evaluation["score"] is not None:
+            return with_interval(evaluation)
+        reward = evaluation.get("reward")
+        if reward is None or reward["score"] is None:
+            return "no episode was scored"
+        return f"no score, reward {with_interval(reward)}"
+    return "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluation.items() if "/" in name)
+
+
+def tasks_behind(evaluation: Evaluation) -> int:
+    """How many tasks are behind what `score` says."""
+    reward: Mapping[str, int] = evaluation.get("reward", {})
+    return int(evaluation["n_tasks"] or reward.get("n_tasks", 0))
+
+
+def with_interval(mean: Mapping[str, Any]) -> str:
+    """`0.912 [0.885, 0.934]`, of what `Mean.as_dict` says."""
+    if mean["ci95"] is None:
+        return f"{mean['score']:.3f}"
+    low, high = mean["ci95"]
+    return f"{mean['score']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
+    """The end of a run, from its `summary.json` with `run` (its folder) and, where there is one, `picture`."""
+    seconds, tokens, evals = summary["seconds"], summary["tokens"], summary["eval"]
+    lines = [("run", f"{summary['status']}: {summary['steps']} steps in {duration(seconds['total'])}")]
+    for name, before, after in (("held-out", "before", "after"), ("greedy", "greedy_before", "greedy_after")):
+        parts = [f"{when} {score(evals[key])}" for when, key in (("before", before), ("after", after)) if key in evals]
+        if parts:
+            last = evals[after if after in evals else before]
+            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks, 95% intervals"))
+    lines += _members(evals.get("after", evals.get("before", {})))
+    if best := summary.get("best"):
+        lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))
+    lines.append(("time", _split(seconds)))
+    lines.append(("tokens", f"{tokens['sampled']:,} sampled, {tokens['trained']:,} trained"))
+    if tokens["sampled"]:
+        largest = summary["mismatch"]["max_abs_logprob"]
+        lines.append(("mismatch", f"{largest:.1e} nats at most between sampler and trainer"))
+    if summary["failures"]:
+        lines.append(("failures", counts(summary["failures"])))
+    if summary.get("alarms"):
+        lines.append(("alarms", f"{counts(summary['alarms'])}   what each means: docs/metrics.md"))
+    lines.append(("folder", summary["run"]))
+    if summary.get("picture"):
+        lines.append(("picture", str(summary["picture"])))
+    if tokens["sampled"]:
+        lines.append(("episodes", f"envgym show {summary['run']}"))
+    if summary.get("held_out_tasks") != 0:
+        lines.append(("next", f"envgym eval --config {summary['run']}/config.yaml --model {summary['run']}"))
+    return lines
+
+
+def _members(evaluation: Evaluation) -> list[Line]:
+    """The scores of a mixture's members."""
+    return [(f"  {name}", f"{score(of)}   {tasks_behind(of)} tasks") for name, of in evaluation.get("envs", {}).items()]
+
+
+def aligned(lines: Sequence[Line]) -> str:
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def plot(folder: Path) -> Path | None:
+    """Draw `curve.png` of one stage's folder from its `metrics.jsonl`; None where no step was taken.
+
+    The reward of each step (and averaged over neighbours), the held-out score with its 95% interval wherever it was
+    measured, and the score before the first step as a dashed line. A supervised stage has its loss drawn instead.
+    """
+    records = RunFolder(folder).read_metrics()
+    key = "reward/mean" if any("reward/mean" in record for record in records) else "loss"
+    curve = [(record["step"], record[key]) for record in records if key in record]
+    if not curve:
+        return None
+    try:
+        import matplotlib.figure as figures
+    except ImportError:
+        raise missing_package("matplotlib", "train", "drawing a run") from None
+
+    figure = figures.Figure(figsize=(12, 7), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    steps, values = zip(*curve, strict=True)
+    name = "training reward" if key == "reward/mean" else "training loss"
+    axes.plot(steps, values, color="#9ecae1", linewidth=1.2, label=f"{name}, each step")
+    axes.plot(steps, centred_mean(values), color="#2171b5", linewidth=2.4, label=f"{name}, averaged over steps")
+    _draw_evaluations(axes, records)
+    axes.set_title(folder.resolve().name, loc="left", fontsize=16, fontweight="bold", pad=14)
+    axes.set_xlabel("step", fontsize=13)
+    axes.set_ylabel("reward, score" if key == "reward/mean" else "loss", fontsize=13)
+    axes.set_xlim(0, max(steps))
+    if key == "reward/mean" and min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(0, 1.02)  # rewards of a share: the whole scale, so that a rise looks as large as it is
+    axes.grid(axis="y", color="#e5e5e5")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=12)
+    axes.legend(loc="best", frameon=False, fontsize=12)
+    path = folder / PICTURE
+    figure.savefig(path)
+    return path
+
+
+def centred_mean(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, as many on both sides, so that the curve does not lag behind."""
+    half = int(len(values) * WINDOW_SHARE / 2)
+    reaches = [min(half, index, len(values) - 1 - index) for index in range(len(values))]
+    return [fmean(values[index - reach : index + reach + 1]) for index, reach in enumerate(reaches)]
+
+
+def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
+    measured = [record for record in records if record.get("eval/score") is not None]
+    if not measured:
+        return
+    steps = [record["step"] for record in measured]
+    scores = [record["eval/score"] for record in measured]
+    low, high = zip(*(record["eval/ci95"] or (math.nan, math.nan) for record in measured), strict=True)
+    axes.fill_between(steps, low, high, color="#e6550d", alpha=0.15, linewidth=0)
+    axes.plot(
+        steps,
+        scores,
+        "o-",
+        color="#e6550d",
+        linewidth=2,
+        markersize=8,
+        label="held-out score, 95% interval",
+        clip_on=False,
+    )
+    if steps[0] == 0:
+        axes.axhline(scores[0], color="#636363", linestyle="--", linewidth=1.4, label="held-out score before training")
+    for step, value in {steps[0]: scores[0], steps[-1]: scores[-1]}.items():
+        axes.annotate(
+            f"{value:.3f}",
+            (step, value),
+            xytext=(10, -20) if step == 0 else (-10, -24),
+            textcoords="offset points",
+            ha="left" if step == 0 else "right",
+            fontsize=13,
+            fontweight="bold",
+            color="#a63603",
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+        )
+
+
+def _split(seconds: Mapping[str, float]) -> str:
+    """Where the time went, in shares of the whole; `other` is what lies between the phases, and ending the workers."""
+    total = seconds["total"]
+    if not total:
+        return "none"
+    phases = {name: spent for name, spent in seconds.items() if name != "total" and spent}
+    phases["other"] = max(0.0, total - sum(phases.values()))
+    return "  ".join(f"{name} {spent / total:.0%}" for name, spent in phases.items())
+
+
+def counts(of: Mapping[str, int]) -> str:
+    """`timeout 2, engine 1`."""
+    return ", ".join(f"{kind} {count}" for kind, count in of.items())

@@ -1,0 +1,1 @@
+"""Playing episodes: the runner, what it samples with, and the buffer its groups go to."""

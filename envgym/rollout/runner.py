@@ -1,0 +1,353 @@
+"""Rolling out: environments times agents times an engine gives episodes, with deadlines and limits.
+
+Whatever goes wrong inside an episode ends that episode, as a failure of a named kind; it never ends the run and
+never counts as a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from envgym.agent import Agent
+from envgym.config.schema import RolloutConfig
+from envgym.engines.base import ChatEngine, Engine, SamplingParams
+from envgym.env import CheckedEnv, EnvSpec
+from envgym.errors import (
+    CallTimeout,
+    InvalidOutcome,
+    InvalidStep,
+    PromptTooLong,
+    ResetNeeded,
+    WorkerDied,
+    WorkerError,
+)
+from envgym.hashing import task_hash
+from envgym.isolation import cancellation as heeding
+from envgym.isolation.cancellation import Unheeded, ends_us, heeded
+from envgym.isolation.deadline import Deadline
+from envgym.services.policy import WAVES
+from envgym.types import Episode, Group, Judgement, Outcome, Task
+
+from .sampler import EpisodeSampler, Waves, derived_seed
+from .scores import reward_as_score, withdraw
+
+Progress = Callable[[int, int, Mapping[str, int]], None]
+"""Told of each episode that ends: how many have, of how many, and how many of them failed, by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One way of playing: what to sample with, and a name that keeps its episodes' seeds apart."""
+
+    purpose: str
+    sampling: SamplingParams
+    group_size: int
+
+
+def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
+    """The tasks of one way of playing, by the ids of their groups; `Episode.purpose` reads it back."""
+    return {f"{purpose}/{index:05d}": task for index, task in enumerate(tasks)}
+
+
+class Runner:
+    """Plays tasks. One runner serves training and evaluation alike."""
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        agent: Agent,
+        engine: Engine | ChatEngine | None,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        seed: int,
+        deterministic: bool,
+    ) -> None:
+        self.spec = spec
+        self.agent = agent
+        self.engine = engine
+        self.config = config
+        self.max_model_len = max_model_len
+        self.seed = seed
+        self.deterministic = deterministic
+        self._fingerprints: dict[int, dict[str, str]] = {}
+        self.unscored: set[str] = set()
+        """Environments whose rewards are known to be no scores."""
+        self._task_hash: tuple[Task | None, str] = (None, "")
+
+    async def play(
+        self,
+        tasks: Sequence[Task],
+        play: Play,
+        on_progress: Progress | None = None,
+        *,
+        kept: Mapping[tuple[str, int], Episode] | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> list[Group]:
+        """Play every task `group_size` times and return the groups in the order of `tasks`.
+
+        All members of a group get the same environment seed, and so the same problem. Failed episodes are in
+        the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many
+        that are played, and how many failed, by kind.
+
+        Episodes `kept` from an earlier call, by their group's id and member, are not played again. `on_episode` is
+        given each episode as it ends, and once more where its group is judged together or others show that its reward
+        is no score, and that changed it.
+        """
+        kept, failures = kept or {}, Counter[str]()
+        groups = [Group(id, task, []) for id, task in group_ids(play.purpose, tasks).items()]
+        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(play.group_size))
+        concurrency = self.config.concurrency
+        waves = None
+        # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
+        if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
+            # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
+            concurrency = min(concurrency, self.spec.concurrency_bound() or concurrency)
+            waves = Waves(self.engine, total, concurrency)
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(group: Group, member: int) -> Episode:
+            nonlocal done
+            if (old := kept.get((group.id, member))) is not None:
+                return old
+            async with slots:
+                try:
+                    episode = await self._play_member(group, member, play, waves)
+                finally:
+                    if waves is not None:
+                        waves.leave()
+                done += 1
+                if episode.failed:
+                    failures[episode.outcome.reason] += 1
+                if on_episode is not None:
+                    on_episode(episode)
+                if on_progress is not None:
+                    on_progress(done, total, failures)
+                return episode
+
+        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(play.group_size)]
+        try:
+            episodes = await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                if not job.cancelling():  # a second time would interrupt an environment that is closing
+                    job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        for index, group in enumerate(groups):
+            group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
+        judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.samples else []
+        changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
+        if on_episode is not None:
+            for episode in changed.values():
+                on_episode(episode)
+        return groups
+
+    def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
+        """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
+        return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
+
+    async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
+        """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
+        as a whole may fill a few places anew."""
+        retries = 0
+        for attempt in itertools.count():
+            episode = await self._play_once(group, member, attempt, play, waves)
+            if not episode.failed or episode.outcome.reason == "prompt_too_long":  # it would be again
+                break
+            if episode.outcome.retryable and retries < self.config.retries:
+                retries += 1
+            elif group.refills < self.config.refills:
+                group.refills += 1
+            else:
+                break
+            group.lost.append(episode)
+        return episode
+
+    async def _play_once(self, group: Group, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
+        task = group.task
+        if self._task_hash[0] is not task:  # the members of a group start one after the other
+            self._task_hash = (task, task_hash(task))
+        hashed = self._task_hash[1]
+        spec = self.spec.of(task)
+        env_seed = derived_seed(self.seed, task.key)
+        # The group is part of the name: a small task set comes round again within one step.
+        episode_id = f"{group.id}:{member:03d}:{attempt}"
+        sampler = None
+        if self.engine is not None:
+            sampler = EpisodeSampler(
+                waves or self.engine,
+                episode_id,
+                play.sampling,
+                self.max_model_len,
+                derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
+            )
+        WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
+        start = time.monotonic()
+        env: CheckedEnv | None = None
+        is_left = False
+        try:
+            env = spec.make()
+            await env.acquire()  # waiting for a place is not the episode's own time
+            start = time.monotonic()
+            # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
+            seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
+            episode = await heeded(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
+        except Unheeded:
+            is_left = True
+            episode = Episode(id="", task=task, outcome=_left_to_itself(spec))
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or ends_us(error):
+                raise  # the engine is gone, or the run is ending: no episode can go on
+            episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=False))
+        finally:
+            if is_left and sampler is not None:
+                sampler.end()
+            if env is not None:
+                await self._close(env, is_left)
+        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
+        episode.member, episode.attempt = member, attempt
+        episode.seed, episode.seconds = env_seed, time.monotonic() - start
+        episode.fingerprints = {**self._fingerprint(spec), "task": hashed}
+        return episode
+
+    async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
+        """What `playing` comes to under the episode's deadline: an environment may raise anything at all."""
+        deadline = Deadline(self.config.episode_timeout)
+        try:
+            async with deadline:
+                episode = await playing
+            if deadline.expired():  # it was cancelled, and made an answer of that
+                raise TimeoutError
+            return episode
+        except BaseException as error:
+            if isinstance(error, WorkerDied) or ends_us(error):
+                raise
+            return Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
+
+    def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
+        if id(spec) not in self._fingerprints:
+            self._fingerprints[id(spec)] = spec.fingerprint()
+        return self._fingerprints[id(spec)]
+
+    def _failure(self, error: BaseException, *, timed_out: bool) -> Outcome:
+        message = str(error) or type(error).__name__
+        if timed_out:
+            limit = self.config.episode_timeout
+            return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
+        if isinstance(error, InvalidOutcome):
+            return Outcome.failed(error.kind, message, retryable=error.retryable)
+        if isinstance(error, CallTimeout):
+            return Outcome.failed("timeout", message, retryable=True)
+        if isinstance(error, PromptTooLong):
+            return Outcome.failed("prompt_too_long", message)
+        if isinstance(error, WorkerError):
+            return Outcome.failed("engine", message)
+        if isinstance(error, InvalidStep | ResetNeeded):
+            return Outcome.failed("invalid_environment", message)
+        return Outcome.failed(
+            "environment", f"{type(error).__name__}: {message}", retryable=bool(getattr(error, "retryable", False))
+        )
+
+    async def _close(self, env: CheckedEnv, is_left: bool) -> None:
+        """Close it, whatever that raises: the episode is over and its outcome known."""
+
+        async def close() -> None:
+            # One that is still at work may well not close either.
+            async with Deadline(heeding.GRACE_SECONDS) if is_left else contextlib.nullcontext():
+                await env.close()
+
+        try:
+            if env.has_close:
+                await heeded(close())
+        except BaseException as error:
+            if ends_us(error):
+                raise
+        finally:
+            env.leave()
+
+    async def compare(self, group: Group) -> list[Episode]:
+        """Let the environment score the finished members of a group against each other, where it does. Returns those
+        that it said something of, which may be that they failed."""
+        finished = [episode for episode in group.episodes if not episode.failed]
+        if not finished:
+            return []
+        spec = self.spec.of(group.task)
+        deadline = Deadline(self.config.episode_timeout)
+
+        async def asked() -> list[Judgement | Exception] | Outcome | None:
+            try:
+                async with deadline:
+                    judged = await spec.score_group(group.task, finished)
+                verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
+                if verdicts is not None and len(verdicts) != len(finished):
+                    raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
+                return verdicts
+            except BaseException as error:
+                if isinstance(error, WorkerDied) or ends_us(error):
+                    raise  # a model that judges is gone
+                return self._failure(error, timed_out=deadline.expired())
+
+        try:
+            verdicts = await heeded(asked())
+        except Unheeded:
+            verdicts = _left_to_itself(spec)
+        if isinstance(verdicts, Outcome):
+            for episode in finished:
+                _fail(episode, verdicts)
+            return finished
+        for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
+            if isinstance(verdict, Judgement):
+                apply_judgement(episode, verdict)
+            else:
+                _fail(episode, self._failure(verdict, timed_out=False))
+        return [] if verdicts is None else finished
+
+
+def _fail(episode: Episode, outcome: Outcome) -> None:
+    episode.outcome, episode.reward, episode.score, episode.score_is_reward = outcome, None, None, False
+
+
+def _left_to_itself(spec: EnvSpec) -> Outcome:
+    """That of an episode whose environment cannot be stopped. Not tried again: the next would stay as well."""
+    message = f"{spec.id} goes on {heeding.GRACE_SECONDS:g} s after it was cancelled, and is left to itself"
+    return Outcome.failed("does_not_end", message)
+
+
+def as_judgement(verdict: object) -> Judgement | Exception:
+    """What `score_group` said of one episode. Raises `InvalidStep` for what is not a finite number."""
+    if isinstance(verdict, Exception):
+        return verdict
+    judged = verdict if isinstance(verdict, Judgement) else Judgement(verdict)  # type: ignore[arg-type]
+    numbers = [judged.reward, judged.score, *judged.metrics.values()]
+    try:
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise InvalidStep(f"score_group must give finite numbers, not {verdict!r:.80}")
+    except TypeError:
+        raise InvalidStep(f"score_group must give numbers, not {verdict!r:.80}") from None
+    if judged.score is not None and not 0 <= judged.score <= 1:
+        raise InvalidStep(f"score_group gave a score of {judged.score:g}, which is not in [0, 1]")
+    return judged
+
+
+def apply_judgement(episode: Episode, judged: Judgement) -> None:
+    """Let a judgement stand in place of what the steps of `episode` paid."""
+    own_score = None if episode.score_is_reward or episode.reward is not None else episode.score
+    reward = None if judged.reward is None else float(judged.reward)
+    for row in episode.rows:
+        for turn in row.turns:
+            turn.reward = None
+    if last := [turn for row in episode.rows for turn in row.turns][-1:]:
+        last[0].reward = reward
+    episode.reward = reward
+    episode.metrics |= {name: float(value) for name, value in judged.metrics.items()}
+    score = judged.score if judged.score is not None else own_score
+    episode.score = reward_as_score(reward) if score is None else score
+    episode.score_is_reward = score is None and episode.score is not None

@@ -1,0 +1,140 @@
+"""The record of an episode's tokens, which is also the only way an agent samples.
+
+What the engine is given is exactly what has been recorded, and what it returns is recorded as it came: an agent
+written on a transcript cannot train on other tokens than it sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envgym.agent import Sampler
+from envgym.engines.base import Generation
+from envgym.types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+
+from .scores import reward_as_score
+
+
+class OutOfBudget(Exception):
+    """No token may be sampled any more; `reason` is `context` (the model's) or `tokens` (the episode's budget)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Transcript:
+    """An episode while it is played: its rows, the last of which is the context that is sampled from, and what the
+    environment has said of it so far. `messages` is the conversation, for people.
+
+    `max_tokens` bounds what the whole episode may sample.
+    """
+
+    def __init__(self, engine: Sampler | None, *, max_tokens: int | None = None) -> None:
+        self.rows: list[Row] = []
+        self.messages: list[Message] = []
+        self.score: float | None = None
+        self.answer: str | None = None
+        self.metrics: dict[str, float] = {}
+        self._engine = engine
+        self._left = max_tokens
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens of the current row."""
+        return self.rows[-1].token_ids
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Start a row with these tokens as its prompt: the first, or one whose context is not the old one grown."""
+        self.rows.append(Row([Segment("prompt", list(token_ids))]))
+
+    def feedback(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that nobody is trained on: what the environment said, or a template's glue."""
+        if token_ids:
+            self.rows[-1].segments.append(Segment("feedback", list(token_ids)))
+
+    async def sample(self, overrides: Mapping[str, Any] | None = None) -> Generation:
+        """Sample a turn after the current row and append it.
+
+        `overrides` replace sampling parameters for this turn alone. Raises `OutOfBudget` where the episode has no
+        token left, or its context no room after the first turn; a first prompt without room is `PromptTooLong`.
+        """
+        assert self._engine is not None, "a sampling agent is given an engine"
+        context = self.context
+        wanted = dict(overrides or {})
+        if self._left is not None:
+            if self._left < 1:
+                raise OutOfBudget("tokens")
+            wanted["max_tokens"] = min(wanted.get("max_tokens", self._engine.sampling.max_tokens), self._left)
+        if self.rows[0].turns and len(context) >= self._engine.max_model_len:
+            raise OutOfBudget("context")
+        generation = await self._engine.generate(context, wanted)
+        self.record(generation, wanted.get("temperature", self._engine.sampling.temperature))
+        if self._left is not None:
+            self._left -= len(generation.token_ids)
+        return generation
+
+    def record(self, generation: Generation, temperature: float) -> None:
+        """Append a turn that was sampled after the current row."""
+        row = self.rows[-1]
+        row.segments.append(
+            Segment(
+                "action",
+                list(generation.token_ids),
+                logprobs=list(generation.logprobs),
+                versions=generation.versions,
+                temperature=temperature,
+            )
+        )
+        row.turns.append(Turn(None, generation.stop_reason))
+
+    def demonstrate(self, token_ids: Sequence[int]) -> None:
+        """Append a turn that was not sampled but shown."""
+        row = self.rows[-1]
+        row.objective = Objective.CROSS_ENTROPY
+        row.segments.append(Segment("action", list(token_ids)))
+        row.turns.append(Turn(None, StopReason.STOP))
+
+    def paid(self, reward: float | None, info: Mapping[str, Any]) -> None:
+        """What the environment said of the last turn. The last score, answer and value of each metric stand."""
+        self.rows[-1].turns[-1].reward = reward
+        if info.get("score") is not None:
+            self.score = float(info["score"])
+        if info.get("answer") is not None:
+            self.answer = str(info["answer"])
+        self.metrics |= info.get("metrics") or {}
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the last turn ended; None before the first."""
+        return next((row.turns[-1].stop_reason for row in reversed(self.rows) if row.turns), None)
+
+    def episode(self, task: Task, outcome: Outcome) -> Episode:
+        """The episode as a whole: rewards add up, and a reward in [0, 1] is a score where none was given, until the
+        environment's other rewards show that it is none (`envgym.rollout.scores`).
+
+        Where the last answer was cut by its token limit the episode is truncated (`length`): what it earned is of a
+        part of an answer.
+        """
+        if self.stop_reason is StopReason.LENGTH and outcome.reason in ("", "turns"):
+            outcome = Outcome.truncated("length")
+        for row in self.rows:  # what the policy never answered, and perhaps never had room to read
+            while row.segments and row.segments[-1].role != "action":
+                row.segments.pop()
+        self.rows = [row for row in self.rows if row.turns]
+        rewards = [turn.reward for row in self.rows for turn in row.turns if turn.reward is not None]
+        reward = sum(rewards) if rewards else None
+        score = reward_as_score(reward) if self.score is None else self.score
+        return Episode(
+            id="",
+            task=task,
+            outcome=outcome,
+            rows=self.rows,
+            reward=reward,
+            score=score,
+            score_is_reward=self.score is None and score is not None,
+            answer=self.answer,
+            metrics=self.metrics,
+            messages=self.messages,
+        )

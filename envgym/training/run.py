@@ -1,0 +1,350 @@
+"""A run from its configuration to its summary: stages one after the other, each in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from envgym.config.recipes import read_yaml
+from envgym.config.schema import RunConfig, StageConfig, resolve
+from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write
+from envgym.evaluation.held_out import has_held_out
+from envgym.folder_lock import held
+from envgym.isolation import event_loop
+from envgym.models.resolve import fetch_model
+from envgym.monitoring.report import PICTURE, plot
+from envgym.monitoring.trackers import Story, Trackers, check_installed, run_id
+
+from .launch import Place, prepared, start_parts
+from .progress import Progress
+from .run_folder import RunFolder, stage_folders, write_atomically
+from .stop import Stopped
+from .trainer import Trainer
+
+if TYPE_CHECKING:
+    from envgym.monitoring.display import Display
+
+PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint", "save")
+"""What a stage's time goes to, in `summary.json`."""
+
+
+def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[str, Any]:
+    """Run all stages and return the summary of the last (the content of its `summary.json`).
+
+    With `resume`, the run of that name goes on from its last checkpoint. Raises `EnvgymError` where it cannot go
+    on, and `KeyboardInterrupt` once Ctrl-C has stopped it and a checkpoint is kept.
+    """
+    check_installed(config.report_to)
+    if any(stage.engine.kind == "openai" for stage in config.stages):
+        raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
+    with claimed_folder(config, resume=resume) as folder:
+        return _run_stages(config, folder, display)
+
+
+def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
+    stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
+    summary: dict[str, Any] = {}
+    model: str | None = None
+    for stage_folder, stage in stages:
+        summary = stage_folder.read_summary() or {}
+        if summary.get("status") != "completed" or summary["steps"] < stage.steps:
+            summary = _run_to_end(config, stage, stage_folder, model, display)
+        model = str(stage_folder.model)
+    if len(stages) > 1:
+        folders = [stage_folder.path.name for stage_folder, _ in stages]
+        RunFolder(folder).write_summary({**summary, "stages": folders})
+    picture = stages[-1][0].path / PICTURE
+    display.finish({**summary, "run": str(folder)} | ({"picture": str(picture)} if picture.exists() else {}))
+    return summary
+
+
+def _run_to_end(
+    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+) -> dict[str, Any]:
+    """Run a stage, from the newest checkpoint that can be read where there are some."""
+    while True:
+        newest = folder.last_checkpoint()
+        try:
+            return event_loop.run(_run_stage(config, stage, folder, model, display))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt(_stopped_early(config.name or "", folder)) from None
+        except CheckpointDamaged as error:
+            before = None if newest is None else folder.set_aside(newest)
+            if before is None:
+                raise RunError(
+                    f"{error}; there is no checkpoint before it: start the run anew, with another --name"
+                ) from None
+            display.note(f"checkpoint {newest} is damaged: {error}; going on from {before.name}, the one before")
+
+
+def _stopped_early(name: str, folder: RunFolder) -> str:
+    """What Ctrl-C is answered with where nothing was taken that is not kept already."""
+    checkpoint = folder.last_checkpoint()
+    if checkpoint is None:
+        return f"run {name} was stopped before its first step"
+    return f"run {name} was stopped; {checkpoint} is kept, go on with: envgym train --resume {folder.path}"
+
+
+@contextlib.contextmanager
+def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
+    """The run's folder: made and given its config, or, to resume, found. Nobody else trains in it meanwhile. Raises
+    `RunError` otherwise."""
+    if config.name is None:
+        stage = config.stages[-1]
+        names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
+        config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
+    folder = Path(config.runs_dir) / config.name
+    if resume:
+        if not (folder / "config.yaml").is_file():
+            raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
+        with held(folder, "envgym train"):
+            _save_steps(folder / "config.yaml", config.stages[-1].steps)
+            yield folder
+        return
+    _remove_stillborn(folder)
+    if folder.exists():
+        raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
+    with held(folder, "envgym train"):
+        write_atomically(folder / "config.yaml", config.to_yaml())
+        yield folder
+
+
+def _save_steps(file: Path, steps: int) -> None:
+    """Write down how far the last stage now goes, so that the next resume goes as far. All else stays as it was."""
+    saved = read_yaml(file)
+    if saved["stages"][-1]["steps"] != steps:
+        saved["stages"][-1]["steps"] = steps
+        write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
+
+
+def _remove_stillborn(folder: Path) -> None:
+    """Delete the folder of a run that ended before its first step: nothing in it is worth a name."""
+    run = RunFolder(folder)
+    summary = run.read_summary()
+    if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
+        with held(folder, "envgym train"):
+            if not any(record["step"] for record in run.read_metrics()):
+                shutil.rmtree(folder)
+
+
+def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunConfig:
+    """The saved configuration of a run, given by its name or its folder; its last stage now goes to `steps`, if they
+    are given. Raises `RunError` where it has gone further already."""
+    path = Path(name_or_path)
+    folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / name_or_path
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"there is no run {name_or_path!r} in {runs_dir}/ (see: envgym runs)")
+    config = resolve(file=folder / "config.yaml")
+    config.runs_dir, config.name = str(folder.parent), folder.name
+    last = config.stages[-1]
+    if steps is not None:
+        wanted = resolve({"steps": steps}, file=folder / "config.yaml").stages[-1].steps
+        taken = max((record["step"] for record in stage_folders(folder, config)[-1].read_metrics()), default=0)
+        if wanted != last.steps and wanted <= taken:
+            raise RunError(f"run {folder} has taken {taken} steps: to go on, give steps a greater number")
+        last.steps = wanted
+    return config
+
+
+async def _run_stage(
+    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+) -> dict[str, Any]:
+    """One run of the one loop; `model` is what the stage before it left, if there was one."""
+    folder.create()
+    checkpoint = folder.last_checkpoint()
+    kept = None if checkpoint is None else folder.read_state(checkpoint)
+    folder.summary_file.unlink(missing_ok=True)  # an earlier end's: what comes now may be killed, and leave none
+    began = time.monotonic()
+    trainer: Trainer | None = None
+    place: Place | None = None
+    interrupts = _Interrupts(display)
+    status, is_held_out = "failed", True
+    try:
+        with interrupts:
+            display.phase(f"setting up {stage.env.name}")
+            async with AsyncExitStack() as stack:
+                # The environment first: a bad data file is told before anything long begins.
+                place = await stack.enter_async_context(prepared(config, stage, folder))
+                is_held_out = has_held_out(place.spec, needed=bool(stage.eval.every))
+                model = model or await fetch_model(stage.model, config, display)
+                for own in stage.roles.values():
+                    own.model = own.model and await fetch_model(own.model, config, display)
+                parts = await start_parts(config, stage, place, model, display)
+                starting = Trainer(config, stage, parts, folder, display)
+                starting.began = began
+                folder.rewind(-1 if kept is None else kept["progress"]["step"])
+                if checkpoint is not None and kept is not None:
+                    await starting.load(checkpoint, kept)
+                trainer = starting
+                if config.report_to:
+                    story = story_of(config, stage, folder, trainer.progress.step)
+                    trainer.recorder.trackers = Trackers(config.report_to, story, display.note)
+                interrupts.listen(trainer.stop.set)
+                spent = trainer.progress.seconds
+                spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
+                # What was imported and started stays to the end: no full collection need go through it at every step.
+                gc.collect()
+                gc.freeze()
+                stack.callback(gc.unfreeze)
+                await trainer.run()
+                display.phase("saving the policy")
+                saving = time.monotonic()
+                places = {"actor": folder.model}
+                places |= {role: folder.path / role for role, own in stage.roles.items() if own.save}
+                for role, where in places.items():
+                    await parts.workers[role].save(str(where))
+                    parts.runner.agent.renderer.tokenizer.save_pretrained(where)
+                    if stage.lora_of(role, parts.learner.roles[role]).rank:
+                        adapter = folder.path / ("adapter" if role == "actor" else f"{role}_adapter")
+                        await parts.workers[role].export_adapter(str(adapter))
+                if parts.learner.config.ema_decay:
+                    await parts.workers["actor"].save_average(str(folder.model_ema))
+                    parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model_ema)
+                spent["save"] = time.monotonic() - saving
+        status = "completed"
+    except Stopped:
+        status = "stopped"
+        raise KeyboardInterrupt(_kept(config, folder)) from None
+    except CheckpointDamaged:
+        raise
+    except (RunError, WorkerError) as error:
+        if trainer is None or folder.last_checkpoint() is None:
+            raise
+        raise type(error)(f"{error}; {_kept(config, folder)}") from error
+    except OSError as error:
+        if (said := cannot_write(error)) is None:
+            raise
+        raise RunError("; ".join([said, *([_kept(config, folder)] if folder.last_checkpoint() else [])])) from error
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        status = "stopped"
+        raise
+    finally:
+        summary = _summary(config, trainer, kept, status, began) | ({} if is_held_out else {"held_out_tasks": 0})
+        if place is not None and place.services.names:
+            summary["services"] = dict(place.services.counters)
+        # A disk that is full has been told of where it ended the run; a run that got to its end can still say so.
+        with contextlib.suppress(*([] if status == "completed" else [OSError])):
+            folder.write_summary(summary)
+            if trainer is not None and (trackers := trainer.recorder.trackers) is not None:
+                trackers.close(status)
+                summary["trackers"] = trackers.summary()
+                folder.write_summary(summary)
+    plot(folder.path)
+    return summary
+
+
+def story_of(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> Story:
+    """What trackers are told of a stage; `step` is the one that a resumed run goes on from, else 0."""
+    name = str(config.name)
+    of_run = config.model_dump(mode="json", exclude={"stages"})
+    return Story(
+        id=run_id(folder.path),
+        name=name if len(config.stages) == 1 else f"{name}/{folder.path.name}",
+        group=name,
+        project=config.project,
+        folder=folder.path,
+        config={**stage.model_dump(mode="json"), **of_run},
+        step=step,
+    )
+
+
+def _kept(config: RunConfig, folder: RunFolder) -> str:
+    run = Path(config.runs_dir, config.name or "")
+    return f"checkpoint {folder.last_checkpoint()} is kept; go on with: envgym train --resume {run}"
+
+
+def _summary(
+    config: RunConfig, trainer: Trainer | None, kept: Mapping[str, Any] | None, status: str, began: float
+) -> dict[str, Any]:
+    """What `summary.json` holds. Where the loop has not begun, it tells of the checkpoint `kept` before."""
+    if trainer is not None:
+        progress, buffer, began = trainer.progress, trainer.buffer.state(), trainer.began
+    else:
+        known = {} if kept is None else kept["progress"]
+        progress = Progress(**{field.name: known[field.name] for field in fields(Progress) if field.name in known})
+        buffer = {} if kept is None else kept.get("buffer", {})
+        began -= progress.seconds.get("total", 0.0)
+    spent = progress.seconds
+    return {
+        "status": status,
+        "seed": config.seed,
+        "steps": progress.step,
+        "eval": progress.evals,
+        "seconds": {
+            "total": time.monotonic() - began,
+            **{phase: spent.get(phase, 0.0) for phase in PHASES},
+        },
+        "tokens": progress.tokens,
+        "mismatch": {"max_abs_logprob": progress.max_mismatch},
+        "failures": buffer.get("failures", {}),
+        "played_again": buffer.get("played_again", 0),
+        "refills": buffer.get("refills", 0),
+        "dropped_groups": buffer.get("dropped_groups", 0),
+        "filtered_groups": buffer.get("filtered", {}),
+        "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
+        **({"best": progress.best} if progress.best else {}),
+    }
+
+
+class _Interrupts:
+    """Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP): before the loop runs they end everything at once; then
+    the first asks it to stop and the second ends everything at once."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._ask: Callable[[], None] | None = None
+        self._is_heard = True
+        self._asked = False
+        self._signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started with nohup
+            self._signals.append(signal.SIGHUP)
+
+    def listen(self, ask: Callable[[], None]) -> None:
+        """From now on the first signal calls `ask`."""
+        self._ask = ask
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def interrupted() -> None:
+            self._is_heard = True
+            ask, self._ask = self._ask, None
+            if ask is None:
+                task.cancel()
+            else:
+                ask()
+                self._display.note("stopping after this step's work; once more to stop at once")
+
+        def signalled(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGHUP and self._asked:
+                return  # a shell and the kernel tell of the same closed terminal
+            loop.call_soon_threadsafe(interrupted)
+            self._asked = True
+            if not self._is_heard:
+                raise KeyboardInterrupt  # the first was not heard: something holds the loop
+            self._is_heard = False
+
+        loop = asyncio.get_running_loop()
+        self._before = {number: signal.signal(number, signalled) for number in self._signals}
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,226 @@
+"""A run is a folder. Everything in it is written so that a kill at any moment leaves it readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from envgym.errors import CheckpointDamaged, RunError
+
+from . import controller_state
+
+if TYPE_CHECKING:
+    from envgym.config.schema import RunConfig
+
+
+CONTROLLER = "controller.json"
+"""The controller's share of a checkpoint, written last."""
+DAMAGED = ".damaged"
+"""What the name of a checkpoint ends with that could not be read, once the run has gone on from an older one."""
+
+
+class RunFolder:
+    """The files of one stage of a run.
+
+    config.yaml       the resolved configuration
+    metrics.jsonl     one object a step
+    rollouts/         every episode, one compressed columnar file a step
+    checkpoints/      what the run resumes from; `best` is a link to the best of them
+    model/            the policy at the end, as a Hugging Face folder
+    model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
+    adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
+    logs/             the output of every child process
+    summary.json      the result, for scripts
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_file = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.best = self.checkpoints / "best"
+        self.model = path / "model"
+        self.model_ema = path / "model_ema"
+        self.logs = path / "logs"
+        self.summary_file = path / "summary.json"
+
+    def create(self) -> None:
+        for folder in (self.path, self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # -- metrics ------------------------------------------------------------------------------------------
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records written so far; a last line cut short by a kill is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
+        records = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
+        for path in self.rollouts.glob("step_*.parquet"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
+    def rollout_file(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.parquet"
+
+    # -- summary ------------------------------------------------------------------------------------------
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        if not self.summary_file.exists():
+            return None
+        summary: dict[str, Any] = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        return summary
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def new_checkpoint(self) -> Path:
+        """An empty folder to write a checkpoint into; `keep_checkpoint` makes it count."""
+        path = self.checkpoints / "unfinished"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def keep_checkpoint(self, written: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
+        """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones.
+
+        The one that the state says is the best outlives the `keep` newest, and `best` is a link to it.
+        """
+        (written / CONTROLLER).write_text(controller_state.to_json(state), encoding="utf-8")
+        flush_to_disk(written)  # before an older one is deleted: a name may outlive a power failure, content may not
+        final = self._of_step(step)
+        replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(final, replaced)
+        os.replace(written, final)
+        flush_to_disk(self.checkpoints, deep=False)
+        shutil.rmtree(replaced, ignore_errors=True)
+        best = self.mark_best(state["progress"].get("best"))
+        spared = None if best is None else self._of_step(best["step"])
+        for old in {*self._kept_checkpoints()[:-keep]} - {spared}:
+            shutil.rmtree(old, ignore_errors=True)  # someone may be reading its model: the next one tries again
+        return final
+
+    def mark_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Let the link `best` lead to the checkpoint of `best["step"]`, in one rename, or to none.
+
+        Returns `best`, or None where that checkpoint is no longer there.
+        """
+        final = None if best is None else self._of_step(best["step"])
+        if final is None or not final.is_dir():
+            if self.best.is_symlink():
+                self.best.unlink()
+            return None
+        link = self.checkpoints / "best.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        os.replace(link, self.best)
+        return best
+
+    def last_checkpoint(self) -> Path | None:
+        kept = self._kept_checkpoints()
+        return kept[-1] if kept else None
+
+    def set_aside(self, damaged: Path) -> Path | None:
+        """Let the newest checkpoint, which cannot be read, count no longer; returns the one before it. Where there is
+        none, it stays what it is."""
+        kept = self._kept_checkpoints()
+        if damaged not in kept or len(kept) < 2:
+            return None
+        aside = damaged.with_name(damaged.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(damaged, aside)
+        return self.last_checkpoint()
+
+    def _of_step(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def _kept_checkpoints(self) -> list[Path]:
+        """Oldest first; of one step, the replaced one before the new one."""
+        kept = (path for path in self.checkpoints.glob("step_*") if path.suffix != DAMAGED)
+        return sorted(kept, key=lambda path: (path.stem, path.suffix == ""))
+
+    @staticmethod
+    def read_state(checkpoint: Path) -> dict[str, Any]:
+        """The controller's state of a checkpoint that `keep_checkpoint` made. Raises `CheckpointDamaged` where it
+        cannot be read, and `RunError` where it was written in a form that is read no longer."""
+        check_form(checkpoint)
+        file = checkpoint / CONTROLLER
+        try:
+            return controller_state.from_json(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{file} cannot be read (it is cut short or garbage: {error})") from None
+
+
+def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
+    """A run of one stage is its folder; of several, each stage has a numbered sub-folder."""
+    if len(config.stages) == 1:
+        return [RunFolder(folder)]
+    names = [Path(stage.learner.name.partition(":")[0]).stem for stage in config.stages]
+    return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
+
+
+def check_form(checkpoint: Path) -> None:
+    """Raise `RunError` for a checkpoint in the form that earlier versions wrote."""
+    if (checkpoint / "controller.pickle").is_file() and not (checkpoint / CONTROLLER).is_file():
+        raise RunError(
+            f"checkpoint {checkpoint} was written by an earlier version of envgym, as a pickle, which may be code to "
+            "run: only that version goes on with it"
+        )
+
+
+def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
+    """The folder of the run that a checkpoint's path lies in, and which of its stages (from 0) left it; None where it
+    lies in no run."""
+    checkpoints = Path(os.path.abspath(checkpoint)).parent  # where it is a link to another disk, it is so by this name
+    stage = checkpoints.parent
+    if checkpoints.name != "checkpoints":
+        return None
+    if (stage / "config.yaml").is_file():
+        return stage, 0
+    number = stage.name.partition("-")[0]
+    if number.isdecimal() and int(number) > 0 and (stage.parent / "config.yaml").is_file():
+        return stage.parent, int(number) - 1
+    return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content so that a reader sees the old or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # the disk is full: not with this
+        raise
+
+
+def flush_to_disk(folder: Path, *, deep: bool = True) -> None:
+    """Return once what is in `folder` would survive a power failure: the names in it and, with `deep`, all content."""
+    paths = [folder, *folder.rglob("*")] if deep else [folder]
+    for path in paths:
+        if path.is_symlink():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

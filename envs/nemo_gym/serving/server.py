@@ -1,0 +1,243 @@
+"""`envgym serve --nemo-gym`: environments as NeMo-Gym's servers, each at a port of its own, the first also the head."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from aiohttp import web
+
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, EnvgymError
+from envgym.remote.admission import refuse_web_pages
+from envgym.remote.listening import listen
+from envgym.remote.server import check_servable, stop_signals
+from envgym.remote.wire import MAX_BODY, Problem
+from envgym.services import start_services
+
+from .agent import AgentServer
+from .resources import Resources
+from .rows import SPLITS, UnknownRow, rows, write_rows
+from .sessions import COOKIE, CURRENT, Sessions
+
+SERVED = "served"
+"""The kind under which an entry says where a server is that runs already."""
+
+REFUSAL = "with NeMo-Gym's protocol, which has no tokens: use --host 127.0.0.1 and an SSH tunnel from other machines"
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(
+    specs: Mapping[str, EnvSpec],
+    host: str,
+    port: int,
+    folder: Path,
+    *,
+    on_ready: Callable[[str, str], None],
+    model_server: str | None = None,
+    rows_of_a_split: int = 1000,
+    max_sessions: int = 10_000,
+) -> None:
+    """Serve environments as NeMo-Gym would, until SIGINT or SIGTERM: the first at `port`, the others at the ports after
+    it (at free ones where it is 0). Each is a resources server and an agent server; the first is the head server too.
+
+    `folder` gets what NeMo-Gym reads: `config.yaml`, and the rows of each environment as `NAME_train.jsonl` and
+    `NAME_validation.jsonl`. `on_ready` gets each environment's name and URL once all answer.
+
+    NeMo-Gym's protocol has no tokens, so only loopback addresses are taken. Raises `ConfigError`.
+    """
+    for spec in specs.values():
+        check_servable(spec)
+        check_verifiable(spec)
+    if taken := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
+        raise ConfigError(f"the name {min(taken)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
+    model = None if model_server is None else model_address(model_server)
+    stopping = asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        listeners = {
+            name: stack.enter_context(listen(host, port + number if port else 0, refusal=REFUSAL))
+            for number, name in enumerate(specs)
+        }
+        addresses = {name: listener.getsockname()[:2] for name, listener in listeners.items()}
+        stack.enter_context(stop_signals(stopping))
+        for spec in specs.values():
+            await stack.enter_async_context(start_services(spec))
+        folder.mkdir(parents=True, exist_ok=True)
+        files: dict[str, list[tuple[str, Path]]] = {name: [] for name in specs}
+        for name, spec in specs.items():
+            missing: ConfigError | None = None
+            for split, word in SPLITS.items():
+                path = folder.absolute() / f"{name}_{word}.jsonl"
+                path.unlink(missing_ok=True)  # an earlier server's
+                try:
+                    spec.tasks(split)
+                except ConfigError as error:  # no held-out file, say: the other split is still of use
+                    missing = error
+                    continue
+                if await write_rows(path, rows(spec, name, f"{name}_agent", split, rows_of_a_split)):
+                    files[name].append((word, path))
+            if missing is not None and not files[name]:
+                raise missing
+        config = config_of(addresses, files, model)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        for number, (name, spec) in enumerate(specs.items()):
+            sessions = Sessions(max_sessions)
+            await stack.enter_async_context(sessions.kept())
+            app = application(name, spec, sessions, model_server, max_sessions, config if number == 0 else None)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.SockSite(runner, listeners[name]).start()
+        for name, (bound, bound_port) in addresses.items():
+            on_ready(name, f"http://{bound}:{bound_port}")
+        await stopping.wait()
+
+
+def check_verifiable(spec: EnvSpec) -> None:
+    """Raise `ConfigError` for an environment that judges finished groups: NeMo-Gym verifies rollouts one by one."""
+    if any(type(part).score_group is not EnvSpec.score_group for part in spec.parts()):
+        raise ConfigError(f"environment {spec.id} judges groups of episodes, and NeMo-Gym verifies each by itself")
+
+
+def model_address(url: str) -> tuple[str, int]:
+    """Host and port of their model server. Raises `ConfigError`."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
+        raise ConfigError(f"--model-server is http://HOST:PORT, without /v1, not {url!r}")
+    return parts.hostname, port
+
+
+def config_of(
+    addresses: Mapping[str, tuple[str, int]],
+    files: Mapping[str, list[tuple[str, Path]]],
+    model: tuple[str, int] | None,
+) -> dict[str, Any]:
+    """NeMo-Gym's config of these servers: for each environment NAME a resources server of that name, and our agent
+    server NAME_agent."""
+    head, head_port = next(iter(addresses.values()))
+    config: dict[str, Any] = {"head_server": {"host": head, "port": head_port}}
+    for name, address in addresses.items():
+        datasets = [
+            {"name": word, "type": word, "jsonl_fpath": str(path), "license": "TBD"} for word, path in files[name]
+        ]
+        references: dict[str, Any] = {"resources_server": {"type": "resources_servers", "name": name}}
+        if model is not None:
+            references["model_server"] = {"type": "responses_api_models", "name": "policy_model"}
+        config[name] = _entry("resources_servers", address, domain="other")
+        config[f"{name}_agent"] = _entry("responses_api_agents", address, **references, datasets=datasets)
+    if model is not None:
+        config["policy_model"] = _entry("responses_api_models", model)
+    return config
+
+
+def _entry(kind: str, address: tuple[str, int], **settings: Any) -> dict[str, Any]:
+    """A server's entry. NeMo-Gym refuses references to one without an `entrypoint`, and starts what has one under the
+    first kind of an entry, which is also where it takes the address from. So `SERVED` comes first."""
+    host, port = address
+    where = {"host": host, "port": port}
+    return {SERVED: {"envgym": where}, kind: {"envgym": {"entrypoint": "app.py", **where, **settings}}}
+
+
+def application(
+    name: str,
+    spec: EnvSpec,
+    sessions: Sessions,
+    model_server: str | None,
+    most: int,
+    config: Mapping[str, Any] | None,
+) -> web.Application:
+    """One environment's routes; with a `config` those of the head server as well."""
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[_with_cookie(sessions), _plain_errors])
+    began = time.time()
+
+    async def alive(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app.router.add_get("/", alive)
+    if config is not None:
+
+        async def global_config(_: web.Request) -> web.Response:
+            return web.json_response(yaml.safe_dump(config, sort_keys=False))  # YAML within a JSON string
+
+        async def instances(_: web.Request) -> web.Response:
+            return web.json_response(list(_instances(config, began)))
+
+        app.router.add_get("/global_config_dict_yaml", global_config)
+        app.router.add_get("/server_instances", instances)
+    AgentServer(name, spec, model_server, most).add_to(app)
+    Resources(name, spec, sessions).add_to(app)
+    return app
+
+
+def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
+    """The servers that run here, in the words of their status command."""
+    return [
+        {
+            "process_name": name,
+            "name": implementation,
+            "server_type": kind,
+            "host": settings["host"],
+            "port": settings["port"],
+            "url": f"http://{settings['host']}:{settings['port']}",
+            "entrypoint": settings["entrypoint"],
+            "pid": os.getpid(),
+            "start_time": began,
+        }
+        for name, kinds in config.items()
+        if name not in ("head_server", "policy_model")
+        for kind, found in kinds.items()
+        if kind != SERVED
+        for implementation, settings in found.items()
+    ]
+
+
+def _with_cookie(sessions: Sessions) -> Any:
+    @web.middleware
+    async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Name the session in every response, for agents that remember only the latest one's cookies."""
+        session = request.cookies.get(COOKIE) or sessions.new_id()
+        CURRENT.set(session)
+        answer = await handler(request)
+        answer.set_cookie(COOKIE, session, path="/", httponly=True, samesite="Lax")
+        return answer
+
+    return with_cookie
+
+
+@web.middleware
+async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors as a status and one line. What an environment raises is a 500: their agents then fail the rollout."""
+    try:
+        refuse_web_pages(request.host, request.headers.get("Origin"))
+        return await handler(request)
+    except Problem as problem:
+        return web.Response(status=problem.status, text=str(problem))
+    except web.HTTPException as error:
+        return web.Response(status=error.status, text=error.text, headers=_retry_after(error))
+    except EnvgymError as error:
+        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=_status(error))
+    except Exception as error:  # an environment may raise anything at all
+        logger.error("%s failed", request.path, exc_info=error)
+        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=500)
+
+
+def _status(error: EnvgymError) -> int:
+    return 422 if isinstance(error, UnknownRow) else 500
+
+
+def _retry_after(error: web.HTTPException) -> dict[str, str]:
+    return {name: value for name, value in error.headers.items() if name in ("Retry-After", "Allow")}

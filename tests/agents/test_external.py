@@ -1,0 +1,559 @@
+"""The outside agent: real programs, in processes of their own, against the real endpoint."""
+
+import asyncio
+import json
+import os
+import sys
+import textwrap
+
+import aiohttp
+import pytest
+
+from envgym import Env, EnvSpec
+from envgym.agents.external import External, ExternalConfig
+from envgym.agents.external.conversation import Conversation
+from envgym.agents.external.endpoint import TICKET, Endpoint
+from envgym.config.schema import RolloutConfig
+from envgym.engines.base import Generation, SamplingParams
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout.runner import Play, Runner
+from envgym.rollout.sampler import EpisodeSampler
+from envgym.rollout.transcript import OutOfBudget
+from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
+
+LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"name": "x"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = TEMPLATE
+    return make_renderer("chat", tokenizer)
+
+
+class Scripted:
+    """An engine that says what a function of the number of its call and the prompt tells."""
+
+    def __init__(self, renderer, say):
+        self.tokenizer, self.say, self.calls = renderer.tokenizer, say, 0
+
+    async def generate(self, request):
+        text = self.say(self.calls, self.tokenizer.decode(list(request.token_ids)))
+        self.calls += 1
+        ids = (*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id)
+        cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
+        stop = StopReason.LENGTH if cut else StopReason.STOP
+        return Generation(ids, (-0.5,) * len(ids), stop, (VersionSpan(0, 0, len(ids)),))
+
+
+class Asks(Env):
+    heard = []  # noqa: RUF012 - emptied by each test
+
+    async def reset(self, *, seed=None, options=None):
+        return Observation((Message.of("user", "What is x?"),), tools=(LOOK_UP,)), {}
+
+    async def step(self, action):
+        self.heard.append(action)
+        return None, float("42" in action.text), True, False, {"metrics": {"asked": 1.0}}
+
+
+def program(tmp_path, source):
+    path = tmp_path / "agent.py"
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
+    return [sys.executable, str(path)]
+
+
+def play(renderer, engine, command, size=1, context=512, **settings):
+    Asks.heard.clear()
+    runner = Runner(
+        EnvSpec("Asks-v0", Asks),
+        External(renderer, ExternalConfig(command=command, **settings)),
+        engine,
+        RolloutConfig(retries=0, refills=0),
+        max_model_len=context,
+        seed=0,
+        deterministic=False,
+    )
+    sampling = SamplingParams(max_tokens=128, stop_token_ids=renderer.stop_token_ids)
+    [group] = asyncio.run(runner.play([Task("t", answer="42")], Play("p", sampling, size)))
+    return group.episodes
+
+
+WITH_TOOLS = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    client, messages = OpenAI(max_retries=0), given["messages"]
+    while True:
+        said = client.chat.completions.create(model="any", messages=messages, tools=given["tools"], temperature=0.1)
+        message = said.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            assert json.loads(call.function.arguments) == {"name": "x"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "x is 42"})
+    print(message.content)
+"""
+
+
+def test_a_program_that_calls_tools_is_one_row_of_exact_tokens(renderer, recording, check_episode, tmp_path):
+    """Written with the `openai` library, and not for us."""
+    engine = recording(Scripted(renderer, lambda n, prompt: "it is 42" if "x is 42" in prompt else CALL))
+    episodes = play(renderer, engine, program(tmp_path, WITH_TOOLS), size=3)
+    for episode in episodes:
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        [row] = episode.rows
+        assert [turn.reward for turn in row.turns] == [None, 1.0]
+        assert (episode.reward, episode.score, episode.metrics) == (1.0, 1.0, {"asked": 1.0, "calls": 2.0})
+    assert [action.text for action in Asks.heard] == ["it is 42"] * 3
+    assert all(action.token_ids for action in Asks.heard)  # the policy's last turn, unchanged
+    assert all(request[1].stop_reason is StopReason.STOP for request in engine.answers.values())
+
+
+STREAMING = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    stream = OpenAI().chat.completions.create(
+        model="any", messages=given["messages"], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason == "stop"
+    print("I say:", text)
+"""
+
+
+def test_a_program_may_stream_and_say_something_of_its_own(renderer, recording, check_episode, tmp_path):
+    engine = recording(Scripted(renderer, lambda n, prompt: "42!"))
+    [episode] = play(renderer, engine, program(tmp_path, STREAMING))
+    assert not episode.failed, episode.outcome
+    check_episode(episode, engine.answers)
+    [action] = Asks.heard
+    assert (action.text, action.token_ids, episode.reward) == ("I say: 42!", (), 1.0)
+
+
+PLAIN = """
+    import json, os, sys, urllib.request
+
+    def ask(messages, **more):
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+            json.dumps({"model": "m", "messages": messages, **more}).encode(),
+            {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        )
+        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+"""
+
+
+def test_a_rewritten_history_and_a_sub_agent_are_rows_of_their_own(renderer, recording, check_episode, tmp_path):
+    source = (
+        PLAIN
+        + """
+    main = [{"role": "user", "content": "plan"}]
+    main.append(ask(main))
+    other = ask([{"role": "user", "content": "a sub-agent"}])
+    main.append({"role": "user", "content": "go on"})
+    main.append(ask(main))
+    ask([{"role": "user", "content": "summary: " + main[1]["content"]}])
+    print("42")
+    """
+    )
+    engine = recording(Scripted(renderer, lambda n, prompt: f"turn {n}"))
+    [episode] = play(renderer, engine, program(tmp_path, source))
+    assert not episode.failed, episode.outcome
+    assert [len(row.turns) for row in episode.rows] == [1, 2, 1]
+    sampled = [segment.token_ids for row in episode.rows for segment in row.segments if segment.role == "action"]
+    assert sorted(map(tuple, sampled)) == sorted(said.token_ids for _, said in engine.answers.values())
+    for row in episode.rows:  # each turn was sampled after exactly the segments before it
+        for index, segment in enumerate(row.segments):
+            if segment.role == "action":
+                before = tuple(t for earlier in row.segments[:index] for t in earlier.token_ids)
+                assert (before, tuple(segment.token_ids)) in [(a, s.token_ids) for a, s in engine.answers.values()]
+    assert episode.reward == 1.0
+    assert episode.metrics["calls"] == 4.0
+
+
+def test_the_row_that_was_sampled_from_last_is_the_last_and_has_the_reward(renderer, recording, tmp_path):
+    """Learners read an episode's rows as one time line: a sub-agent's turns come before what they were asked for."""
+    source = (
+        PLAIN
+        + """
+    main = [{"role": "user", "content": "plan"}]
+    main.append(ask(main))
+    ask([{"role": "user", "content": "a sub-agent"}])
+    ask([*main, {"role": "user", "content": "go on"}])
+    print("42")
+    """
+    )
+    [episode] = play(renderer, recording(Scripted(renderer, lambda n, prompt: f"turn {n}")), program(tmp_path, source))
+    assert [len(row.turns) for row in episode.rows] == [1, 2]
+    assert [[turn.reward for turn in row.turns] for row in episode.rows] == [[None], [None, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("print('no call')", "made no call"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); sys.exit('out of luck')", "status 1: out of luck"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 3 s"),
+        (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print('x' * 3_000_000)", "more than"),
+    ],
+)
+def test_a_program_that_fails_is_a_failed_episode(renderer, tmp_path, source, says):
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), timeout=3)
+    assert (episode.outcome.reason, episode.reward, episode.rows) == ("agent", None, [])
+    assert says in episode.outcome.message
+
+
+def test_a_program_that_fails_because_the_policy_did_is_not_at_fault(renderer, tmp_path):
+    class Broken(Scripted):
+        async def generate(self, request):
+            raise InvalidOutcome("engine", "out of memory", retryable=True)
+
+    source = PLAIN + "    ask([{'role': 'user', 'content': 'x'}])"
+    [episode] = play(renderer, Broken(renderer, None), program(tmp_path, source))
+    assert (episode.outcome.reason, episode.outcome.message, episode.reward) == ("engine", "out of memory", None)
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), context=8)
+    assert episode.outcome.reason == "prompt_too_long"
+
+
+def test_a_program_that_makes_an_answer_of_an_engine_that_broke_has_no_reward(renderer, tmp_path):
+    class Broken(Scripted):
+        async def generate(self, request):
+            if self.calls == 1:
+                raise InvalidOutcome("engine", "out of memory", retryable=True)
+            return await super().generate(request)
+
+    source = (
+        PLAIN
+        + """
+    said = ask([{"role": "user", "content": "go"}])["content"]
+    try:
+        ask([{"role": "user", "content": "again"}])
+    except urllib.error.HTTPError:
+        print(said)
+    """
+    )
+    [episode] = play(renderer, Broken(renderer, lambda n, prompt: "ok"), program(tmp_path, source))
+    assert (episode.outcome.reason, episode.outcome.message, episode.reward) == ("engine", "out of memory", None)
+
+
+def test_a_command_that_does_not_exist_is_said(renderer):
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), "no-such-program --fast")
+    assert episode.outcome.message == "no-such-program cannot be run: No such file or directory"
+
+
+@pytest.mark.parametrize(("settings", "context", "reason"), [({"max_tokens": 5}, 512, "tokens"), ({}, 60, "context")])
+def test_a_budget_that_runs_out_truncates_the_episode(renderer, tmp_path, settings, context, reason):
+    source = (
+        PLAIN
+        + """
+    messages = [{"role": "user", "content": "go"}]
+    try:
+        while True:
+            messages += [ask(messages), {"role": "user", "content": "on"}]
+    except urllib.error.HTTPError as error:
+        print(json.load(error)["error"]["code"])
+    """
+    )
+    [episode] = play(
+        renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), context=context, **settings
+    )
+    assert (episode.outcome.status, episode.outcome.reason) == ("truncated", reason)
+    assert Asks.heard[0].text == "context_length_exceeded"
+    assert all(len(row.token_ids) <= context for row in episode.rows)
+
+
+def test_requests_in_parallel_stay_within_the_budget_of_the_episode(renderer):
+    """They share it: one waits for what the others leave, and is cut or refused only where that is too little."""
+
+    class Slow(Scripted):
+        async def generate(self, request):
+            most.append(request.sampling.max_tokens)
+            await asyncio.sleep(0)
+            return await super().generate(request)
+
+    async def main(budget):
+        most.clear()
+        sampler = EpisodeSampler(Slow(renderer, lambda n, prompt: "ok"), "e", SamplingParams(max_tokens=8), 512)
+        conversation = Conversation(renderer, sampler, None, budget)
+        asked = (conversation.complete([Message.of("user", f"question {n}")], (), None) for n in range(16))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        said = [len(answer[1].token_ids) for answer in answers if not isinstance(answer, OutOfBudget)]
+        return conversation.limit, said
+
+    most = []
+    length = len(renderer.tokenizer.encode("ok", add_special_tokens=False)) + 1
+    limit, said = asyncio.run(main(20))
+    assert (limit, sum(said)) == ("tokens", 20)
+    assert len(said) == -(-20 // length)
+    limit, said = asyncio.run(main(16 * 8))
+    assert (limit, said) == (None, [length] * 16)
+    assert set(most) == {8}, "nothing is held back from a request that the others leave room for"
+
+
+def test_a_program_gets_no_environment_variable_that_is_not_named(renderer, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "secret")
+    monkeypatch.setenv("SEARCH_KEY", "named")
+    source = PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print(json.dumps(dict(os.environ)))"
+    engine = Scripted(renderer, lambda n, prompt: "ok")
+    [episode] = play(renderer, engine, program(tmp_path, source), environ=["SEARCH_KEY"])
+    assert not episode.failed, episode.outcome
+    seen = json.loads(Asks.heard[0].text)
+    assert "SOME_SERVICE_TOKEN" not in seen
+    assert (seen["SEARCH_KEY"], seen["PATH"]) == ("named", os.environ["PATH"])
+    with pytest.raises(ConfigError, match=r"agent\.environ names NO_SUCH_KEY, which is not set"):
+        play(renderer, engine, "program", environ=["NO_SUCH_KEY"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whose a connection is can be told on Linux alone")
+def test_the_key_of_another_program_that_runs_is_of_no_use(renderer, tmp_path):
+    """One program reads the other's environment, and asks in its name, also from a process that it has started in a
+    session of its own."""
+    source = (
+        PLAIN
+        + f"""
+    import pathlib, subprocess, time
+
+    def environs():
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            try:
+                yield dict(entry.split("=", 1) for entry in path.read_text().split("\\0") if "=" in entry)
+            except (OSError, UnicodeDecodeError):
+                pass
+
+    ours, folder = os.environ["OPENAI_BASE_URL"], pathlib.Path({str(tmp_path)!r})
+    server = ours.rsplit("/", 2)[0]
+    theirs = lambda seen: (url := seen.get("OPENAI_BASE_URL", ours)) != ours and url.startswith(server)
+    ask([{{"role": "user", "content": "mine"}}])
+    if len(sys.argv) > 1:
+        sys.exit()
+    while not (found := [seen for seen in environs() if theirs(seen)]):
+        time.sleep(0.01)
+    again = [sys.executable, __file__, "again"]
+    child = subprocess.run(again, env=found[0], start_new_session=True, capture_output=True, text=True)
+    own = subprocess.run(again, start_new_session=True)
+    os.environ.update(found[0])
+    try:
+        ask([{{"role": "user", "content": "theirs"}}])
+    except urllib.error.HTTPError as refused:
+        print(refused.code, json.load(refused)["error"]["message"], "401" in child.stderr, own.returncode)
+    (folder / ours.rsplit("/", 2)[1]).touch()
+    while len([path for path in folder.iterdir() if path.suffix != ".py"]) < 2:  # theirs tries as well
+        time.sleep(0.01)
+    """
+    )
+    episodes = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), size=2)
+    assert [episode.outcome.message for episode in episodes if episode.failed] == []
+    assert [action.text for action in Asks.heard] == ["401 this key is another program's True 0"] * 2
+    assert [episode.metrics["calls"] for episode in episodes] == [2.0, 2.0]
+
+
+# -- the endpoint alone -----------------------------------------------------------------------------------
+
+
+def ask_endpoint(renderer, body, *, key=None, path="/chat/completions", engine=None):
+    async def main():
+        sampling = SamplingParams(max_tokens=8)
+        sampler = EpisodeSampler(engine or Scripted(renderer, lambda n, p: "yes"), "e", sampling, 512)
+        async with Endpoint().session(Conversation(renderer, sampler, None, None)) as (url, own, _):
+            headers = {"Authorization": f"Bearer {own if key is None else key}"}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(url + path, data=body, headers=headers) as answer,
+            ):
+                return answer.status, await answer.json()
+
+    return asyncio.run(main())
+
+
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "a JSON object"),
+        ({}, "messages"),
+        ({"messages": "hello"}, "a list of at least one message"),
+        ({"messages": []}, "a list of at least one message"),
+        ({"messages": [{"content": "x"}]}, "a prompt is a string or a list"),
+        ({"messages": QUESTION, "n": 2}, "'n' cannot be 2"),
+        ({"messages": QUESTION, "stop": ["x"]}, "'stop' cannot be"),
+        ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
+        ({"messages": QUESTION, "tool_choice": "required"}, "'tool_choice' cannot be"),
+        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "malformed messages or tools"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_reason(renderer, body, says):
+    status, answer = ask_endpoint(renderer, body if isinstance(body, bytes) else json.dumps(body))
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_another_sessions_key_is_refused(renderer):
+    status, answer = ask_endpoint(renderer, json.dumps({"messages": QUESTION}), key="guess")
+    assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_token_ids_and_log_probabilities_are_given_where_they_are_asked_for(renderer):
+    body = {"messages": QUESTION, "logprobs": True, "return_token_ids": True, "stop": None, "n": 1}
+    status, answer = ask_endpoint(renderer, json.dumps(body))
+    [choice] = answer["choices"]
+    assert status == 200
+    assert renderer.tokenizer.decode(choice["token_ids"]) == "yes<|im_end|>"
+    assert renderer.tokenizer.decode(answer["prompt_token_ids"]).endswith("<|im_start|>assistant\n")
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+def test_a_malformed_call_reaches_the_program_as_the_text_it_is(renderer):
+    broken = "<tool_call>\n{nope\n</tool_call>"
+    body = {"messages": QUESTION, "tools": [LOOK_UP.as_dict()], "max_tokens": 60}
+    sampler = Scripted(renderer, lambda n, p: broken)
+    _, answer = ask_endpoint(renderer, json.dumps(body | {"max_tokens": 8}), engine=sampler)
+    message = answer["choices"][0]["message"]
+    assert "tool_calls" not in message
+    assert message["content"]
+
+
+# -- the Responses API ------------------------------------------------------------------------------------
+
+
+RESPONSES = """
+    import json, sys
+    from openai import OpenAI
+
+    given = json.load(sys.stdin)
+    client, items = OpenAI(max_retries=0), list(given["messages"])
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in given["tools"]]
+    while True:
+        said = client.responses.create(model="any", input=items, tools=tools, temperature=0.1)
+        items += [item.model_dump(exclude_none=True) for item in said.output]
+        calls = [item for item in said.output if item.type == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            assert json.loads(call.arguments) == {"name": "x"}
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "x is 42"})
+    assert said.status == "completed" and said.usage.output_tokens == len(said.output[-1].generation_token_ids)
+    print(said.output_text)
+"""
+
+
+def test_a_program_may_speak_the_responses_api(renderer, recording, check_episode, tmp_path):
+    said = f"I look. {CALL}"
+    engine = recording(Scripted(renderer, lambda n, prompt: "it is 42" if "x is 42" in prompt else said))
+    for episode in play(renderer, engine, program(tmp_path, RESPONSES), size=2):
+        assert not episode.failed, episode.outcome
+        check_episode(episode, engine.answers)
+        [row] = episode.rows
+        assert [turn.reward for turn in row.turns] == [None, 1.0]
+
+
+def test_a_response_has_the_exact_tokens_on_its_last_item(renderer, recording):
+    body = {
+        "instructions": "Be brief.",
+        "input": "?",
+        "tools": [{"type": "function", "name": "look_up", "parameters": None}],
+        "metadata": {"a": "b"},
+        "max_output_tokens": 60,
+    }
+    engine = recording(Scripted(renderer, lambda n, prompt: "yes"))
+    status, answer = ask_endpoint(renderer, json.dumps(body), path="/responses", engine=engine)
+    [item] = answer["output"]
+    [(context, generation)] = engine.answers.values()
+    assert (status, answer["object"], answer["status"]) == (200, "response", "completed")
+    assert (answer["metadata"], answer["instructions"]) == ({"a": "b"}, "Be brief.")
+    assert item["content"][0]["text"] == "yes"
+    assert item["prompt_token_ids"] == list(context)
+    assert item["generation_token_ids"] == list(generation.token_ids)
+    assert item["generation_log_probs"] == list(generation.logprobs)
+    prompt = renderer.tokenizer.decode(list(context))
+    assert prompt.index("look_up") < prompt.index("Be brief.") < prompt.index("?<|im_end|>")
+
+
+def test_a_response_that_was_cut_is_incomplete(renderer):
+    engine = Scripted(renderer, lambda n, prompt: "much too long an answer")
+    _, answer = ask_endpoint(renderer, json.dumps({"input": "?"}), path="/responses", engine=engine)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert len(answer["output"][-1]["generation_token_ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[]", "a JSON object"),
+        ({}, "input is text or a list"),
+        ({"input": []}, "at least one item"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input item 0 is of the type 'item_reference'"),
+        ({"input": "?", "stream": True}, "'stream' cannot be true"),
+        ({"input": "?", "previous_response_id": "resp_1"}, "'previous_response_id' cannot be"),
+        ({"input": "?", "tools": [{"type": "web_search"}]}, "only function tools"),
+        ({"input": "?", "tool_choice": {"type": "function", "name": "x"}}, "'tool_choice' cannot be"),
+        ({"input": "?", "text": {"format": {"type": "json_object"}}}, "format cannot be"),
+        ({"input": "?", "instructions": 1}, "instructions are text"),
+        ({"input": "?", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_a_response_that_cannot_be_given_is_refused_with_a_reason(renderer, body, says):
+    body = body if isinstance(body, bytes) else json.dumps(body)
+    status, answer = ask_endpoint(renderer, body, path="/responses")
+    assert status == 400
+    assert says in answer["error"]["message"]
+
+
+def test_a_budget_that_runs_out_is_an_incomplete_response(renderer, tmp_path):
+    source = """
+    import json, os, urllib.request
+
+    items = []
+    for _ in range(3):
+        items.append({"role": "user", "content": "on"})
+        request = urllib.request.Request(
+            os.environ["OPENAI_BASE_URL"] + "/responses",
+            json.dumps({"input": items}).encode(),
+            {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+        )
+        said = json.load(urllib.request.urlopen(request))
+        items += said["output"]
+    print(said["status"], said["output"])
+    """
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), max_tokens=5)
+    assert (episode.outcome.status, episode.outcome.reason) == ("truncated", "tokens")
+    assert Asks.heard[0].text.startswith("incomplete")
+    assert "token_ids" not in Asks.heard[0].text
+
+
+@pytest.mark.parametrize(("ticket", "status"), [("{}", 200), ("{}x", 401), ("", 401), (None, 401), ("né.é", 401)])
+def test_a_program_without_a_url_of_its_own_says_whose_request_it_is(renderer, ticket, status):
+    async def main():
+        sampler = EpisodeSampler(Scripted(renderer, lambda n, p: "yes"), "e", SamplingParams(max_tokens=8), 512)
+        async with (
+            Endpoint().session(Conversation(renderer, sampler, None, None)) as access,
+            aiohttp.ClientSession() as client,
+        ):
+            root = access.base_url.rpartition("/v1")[0].rpartition("/")[0]
+            metadata = None if ticket is None else {TICKET: ticket.format(access.ticket)}
+            for path, asks in (("responses", {"input": "?"}), ("chat/completions", {"messages": QUESTION})):
+                async with client.post(f"{root}/v1/{path}", json={**asks, "metadata": metadata}) as answer:
+                    assert answer.status == status
+
+    asyncio.run(main())

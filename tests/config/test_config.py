@@ -1,0 +1,494 @@
+"""A run's settings: which layer wins, what is refused and how that is said, and that a saved config is the same run."""
+
+import textwrap
+
+import pytest
+import yaml
+
+from envgym.config.known_settings import OTHER_NAMES
+from envgym.config.schema import RolloutConfig, RunConfig, known_keys, merge, parse_words, resolve
+from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
+
+ENV = {"env": "math_verify"}
+
+
+def of_words(*words, **options):
+    return resolve(merge(ENV, parse_words(words)), **options)
+
+
+def stage_of(*words, **options):
+    [stage] = of_words(*words, **options).stages
+    return stage
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of its own, on a model that is a plain folder, so that no model's settings come in between."""
+    return str(
+        write(
+            tmp_path / "recipe.yaml",
+            """
+            model: ./some-model
+            learner: {name: grpo, lr: 1.0e-3, clip_low: 0.1}
+            steps: 5
+            rollout: {tasks: 4, group_size: 2}
+            """,
+        )
+    )
+
+
+# -- layers -----------------------------------------------------------------------------------------------
+
+
+def test_words_win_over_the_file_and_the_file_over_the_recipe(recipe, tmp_path):
+    file = write(tmp_path / "run.yaml", "seed: 7\nsteps: 6\nlearner: {clip_low: 0.2}\nrollout: {tasks: 8}")
+    config = of_words("rollout.tasks=16", recipe=recipe, file=file)
+    [stage] = config.stages
+    assert (config.seed, stage.steps, stage.rollout.tasks, stage.rollout.group_size) == (7, 6, 16, 2)
+    assert (stage.learner.settings["lr"], stage.learner.settings["clip_low"]) == (1e-3, 0.2)
+    assert (stage.model, config.recipe) == ("./some-model", recipe)
+
+
+def test_a_model_that_a_recipe_makes_brings_settings_between_recipe_and_file(tmp_path):
+    made, plain = stage_of(), stage_of("model=./some-model")
+    assert made.learner.settings["lr"] != plain.learner.settings["lr"]
+    file = write(tmp_path / "run.yaml", "learner: {lr: 0.5}")
+    assert stage_of(file=file).learner.settings["lr"] == 0.5
+    assert stage_of("learner.lr=0.25", file=file).learner.settings["lr"] == 0.25
+
+
+def test_the_recipes_own_model_decides_whose_settings_come_in(recipe):
+    assert stage_of(recipe=recipe).rollout.max_tokens == RolloutConfig().max_tokens
+    assert stage_of("model=starter", recipe=recipe).rollout.max_tokens == stage_of().rollout.max_tokens
+
+
+def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path):
+    recipe = write(
+        tmp_path / "two.yaml",
+        """
+        steps: 5
+        stages:
+          - {agent: replay, learner: {name: sft, lr: 1.0e-2}, steps: 300}
+          - {learner: grpo}
+        """,
+    )
+    first, second = resolve(ENV, recipe=str(recipe)).stages
+    assert (first.agent.name, first.learner.name, first.learner.settings["lr"], first.steps) == (
+        "replay",
+        "sft",
+        0.01,
+        300,
+    )
+    assert (second.agent.name, second.learner.name) == ("multi_turn", "grpo")
+    assert second.steps == stage_of().steps  # what the model says, as nothing nearer does
+    assert all(stage.env.name == "math_verify" for stage in (first, second))
+
+
+def test_what_a_file_says_of_one_stage_wins_over_what_it_says_of_all(tmp_path):
+    file = write(
+        tmp_path / "two.yaml",
+        """
+        env: math_verify
+        steps: 5
+        learner: {lr: 0.5, weight_decay: 0.1}
+        rollout: {tasks: 4, group_size: 2}
+        stages:
+          - {agent: replay, learner: {name: sft, lr: 0.25}, rollout: {tasks: 8}}
+          - {learner: grpo, steps: 9}
+        """,
+    )
+    for first, second in (resolve(file=file).stages, resolve(yaml.safe_load(file.read_text())).stages):
+        assert (first.steps, first.learner.settings["lr"], first.rollout.tasks) == (5, 0.25, 8)
+        assert (second.steps, second.learner.settings["lr"], second.rollout.tasks) == (9, 0.5, 4)
+        assert {stage.learner.settings["weight_decay"] for stage in (first, second)} == {0.1}
+
+
+def test_a_word_holds_for_every_stage(tmp_path):
+    recipe = write(tmp_path / "two.yaml", "learner: sft\nagent: replay\nstages: [{steps: 3}, {steps: 4}]")
+    stages = resolve({**ENV, "steps": 9, "learner": {"lr": 0.125}}, recipe=str(recipe)).stages
+    assert [(stage.steps, stage.learner.settings["lr"]) for stage in stages] == [(9, 0.125)] * 2
+
+
+def learner_of(*words, **options):
+    return stage_of(*words, **options).learner
+
+
+def left_out(noted):
+    return [str(note.message) for note in noted if note.category is DroppedSettings]
+
+
+def test_another_learner_keeps_the_settings_that_all_learners_have(recipe, tmp_path):
+    assert learner_of("learner=rloo").settings["lr"] == learner_of().settings["lr"] == 3e-4  # the starter's
+    assert learner_of("learner=rloo", recipe=recipe).settings["lr"] == 1e-3
+    file = write(tmp_path / "run.yaml", "learner: {lr: 0.5, weight_decay: 0.1}")
+    changed = learner_of("learner=ppo", file=file, recipe=recipe).settings
+    assert (changed["lr"], changed["weight_decay"], changed["clip_low"]) == (0.5, 0.1, 0.1)
+    two = resolve({**ENV, "learner": {"lr": 0.25}, "stages": [{"learner": "rloo"}, {}]}, recipe=recipe)
+    assert [stage.learner.settings["lr"] for stage in two.stages] == [0.25, 0.25]
+
+
+def test_what_another_learner_does_not_have_is_left_out_and_said_in_a_line(recipe, recwarn):
+    sft = learner_of("learner=sft", recipe=recipe)
+    assert (sft.settings["lr"], "clip_low" in sft.settings) == (1e-3, False)
+    assert left_out(recwarn) == [
+        "learner sft does not have these settings of grpo, which are left out: learner.clip_low"
+    ]
+
+
+def test_a_setting_that_only_has_the_same_name_does_not_go_over(tmp_path, recwarn):
+    """What a learner of one's own calls `clip_low` need not be what ours do."""
+    own = write(
+        tmp_path / "own.py",
+        """
+        from envgym.learner import Learner, LearnerConfig
+
+        class Settings(LearnerConfig):
+            clip_low: str = "none"
+
+        class Own(Learner):
+            Config = Settings
+
+            def prepare(self, groups): ...
+
+            def loss(self, role, outputs, batch, denominators): ...
+        """,
+    )
+    settings = learner_of("learner.lr=0.5", "learner.clip_low=high", f"learner={own}").settings
+    assert (settings["lr"], settings["clip_low"]) == (0.5, "high")  # said of no other learner
+    file = write(tmp_path / "run.yaml", "learner: {name: grpo, lr: 0.25, clip_low: 0.1}")
+    settings = learner_of(f"learner={own}", file=file).settings
+    assert (settings["lr"], settings["clip_low"]) == (0.25, "none")
+    assert len(left_out(recwarn)) == 1
+
+
+def test_the_defaults_in_a_saved_config_say_nothing_of_another_learner(tmp_path, recwarn):
+    saved = write(tmp_path / "config.yaml", of_words("learner.lr=0.5", "learner.kl.coef=0.1").to_yaml())
+    assert learner_of("learner=dr_grpo", file=saved) == learner_of(
+        "learner=dr_grpo", "learner.lr=0.5", "learner.kl.coef=0.1"
+    )
+    assert left_out(recwarn) == []
+
+
+def test_a_learner_that_is_gone_can_be_replaced(tmp_path):
+    file = write(tmp_path / "run.yaml", "learner: {name: gone.py, lr: 0.5, own: 1}")
+    with pytest.warns(DroppedSettings, match=r"learner\.own"):
+        assert learner_of("learner=grpo", file=file).settings["lr"] == 0.5
+
+
+def test_settings_of_an_agent_that_is_found_by_itself_are_those_of_the_one_named_later(tmp_path, recwarn):
+    file = write(tmp_path / "run.yaml", "agent: {max_turns: 3}")
+    assert stage_of("agent=multi_turn", file=file).agent.settings["max_turns"] == 3
+    named = write(tmp_path / "named.yaml", "agent: {name: tool_calling, max_turns: 3}")
+    assert stage_of("agent=multi_turn", file=named).agent.settings["max_turns"] == 3
+    assert left_out(recwarn) == []
+
+
+def test_settings_of_another_environment_are_left_out_and_said(tmp_path, recwarn):
+    file = write(tmp_path / "run.yaml", "env: {name: math_verify, digits: 3}")
+    assert resolve({"env": "tool_use"}, file=file).stages[0].env.name == "tool_use"
+    assert "env tool_use does not have these settings of math_verify, which are left out: env.digits" in left_out(
+        recwarn
+    )
+
+
+# -- models of single roles -------------------------------------------------------------------------------
+
+
+def test_the_starter_says_the_critics_rate_beside_the_actors_and_a_recipe_where_the_model_does_not(recwarn):
+    def rates(*words):
+        stage = stage_of(*words, recipe="ppo")
+        return stage.learner.settings["lr"], stage.roles["critic"].lr
+
+    assert rates() == (3e-4, 1e-3)
+    assert rates("roles.critic.lr=0.5") == (3e-4, 0.5)
+    assert rates("model=./some-model") == (5e-7, 9e-6)
+    assert stage_of("learner=ppo").roles["critic"].lr == 1e-3
+    assert stage_of("learner=grpo").roles == {}  # which has no critic
+    assert left_out(recwarn) == []
+
+
+def test_roles_of_a_recipes_learner_go_with_it(recwarn):
+    assert stage_of("learner=reinforce++", "model=./some-model", recipe="ppo").roles == {}
+    [line] = left_out(recwarn)
+    assert "roles.critic" in line
+
+
+def test_a_role_of_ones_own_words_that_the_learner_lacks_is_refused():
+    for words in (["roles.critic.lr=1"], ["roles.critic.lr=1", "learner=rloo"]):
+        with pytest.raises(ConfigError, match="no role 'critic'"):
+            stage_of(*words)
+
+
+def test_settings_beside_the_same_name_are_kept(recipe):
+    assert stage_of("learner=grpo", "learner.clip_high=0.3", recipe=recipe).learner.settings["clip_low"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "merged"),
+    [
+        ({"agent": {"name": "auto", "max_turns": 1}}, {"agent": "b"}, {"agent": {"name": "b", "max_turns": 1}}),
+        ({"learner": "a"}, {"learner": {"lr": 1}}, {"learner": {"name": "a", "lr": 1}}),
+        ({"learner": {"name": "a", "lr": 1}}, {"learner": "a"}, {"learner": {"name": "a", "lr": 1}}),
+        ({"learner": {"name": "a", "lr": 1}}, {"learner": "b"}, {"learner": {"name": "b"}}),
+        ({"learner": {"lr": 1}}, {"learner": "b"}, {"learner": {"name": "b", "lr": 1}}),
+        ({"rollout": {"a": 1, "b": 2}}, {"rollout": {"b": 3}}, {"rollout": {"a": 1, "b": 3}}),
+        ({"betas": [1, 2]}, {"betas": [3]}, {"betas": [3]}),
+    ],
+)
+def test_merge(base, over, merged):
+    assert merge(base, over) == merged
+
+
+def test_merge_leaves_what_it_was_given_alone():
+    base, over = {"rollout": {"a": 1}, "env": {"name": "x"}}, {"rollout": {"b": 2}, "env": {"size": 3}}
+    merge(base, over)
+    assert (base, over) == ({"rollout": {"a": 1}, "env": {"name": "x"}}, {"rollout": {"b": 2}, "env": {"size": 3}})
+
+
+# -- words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("-2.5E+3", -2500.0),
+        ("1.e2", 100.0),
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("null", None),
+        ("[0.9, 0.98]", [0.9, 0.98]),
+        ("{a: 1}", {"a": 1}),
+        ("plain text", "plain text"),
+        ("a=b", "a=b"),
+        ("", None),
+        ("nan", "nan"),  # text: someone's field may have that name
+        ("infinity", "infinity"),
+        ("[", "["),  # not YAML, so it is what it says
+    ],
+)
+def test_a_words_value_is_yaml(text, value):
+    parsed = parse_words([f"key={text}"])["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_dots_nest():
+    assert parse_words(["a.b.c=1", "a.d=2", "e=3"]) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
+
+
+@pytest.mark.parametrize("word", ["steps", "=3", "--steps=3", "-x=1"])
+def test_a_word_that_is_no_setting_is_refused(word):
+    with pytest.raises(ConfigError, match="is not a key=value setting"):
+        parse_words([word])
+
+
+@pytest.mark.parametrize("words", [["learner=sft", "learner.lr=1"], ["learner.lr=1", "learner=sft"]])
+def test_a_name_and_settings_may_come_in_either_order(words):
+    learner = merge({"learner": "grpo"}, parse_words(words))["learner"]
+    assert learner == {"name": "sft", "lr": 1}
+
+
+def test_later_words_win():
+    assert parse_words(["steps=1", "rollout.tasks=1", "rollout.tasks=2", "steps=2"]) == {
+        "steps": 2,
+        "rollout": {"tasks": 2},
+    }
+
+
+# -- what is refused, and how -----------------------------------------------------------------------------
+
+REFUSED = {
+    # an unknown key names its neighbour, at every level
+    "stpes=3": "unknown key 'stpes'. Did you mean 'steps'?",
+    "sead=3": "unknown key 'sead'. Did you mean 'seed'?",
+    "rollout.task=3": "unknown key 'rollout.task'. Did you mean 'tasks'?",
+    "engine.kin=vllm": "unknown key 'engine.kin'. Did you mean 'kind'?",
+    "workers.zero=2": "unknown key 'workers.zero'. Did you mean 'zero_stage'?",
+    "eval.sample=2": "unknown key 'eval.sample'. Did you mean 'samples'?",
+    "checkpoint.evry=2": "unknown key 'checkpoint.evry'. Did you mean 'every'?",
+    "sync.tolerence=1": "unknown key 'sync.tolerence'. Did you mean 'tolerance'?",
+    "learner.lrr=1": "learner grpo: unknown key 'lrr'. Did you mean 'lr'?",
+    "learner.clip_hihg=1": "learner grpo: unknown key 'clip_hihg'. Did you mean 'clip_high'?",
+    "env.digit=1": "environment math_verify-v0: unknown key 'digit'. Did you mean 'digits'?",
+    # wherever it is, and whatever others call it
+    "lr=1": "unknown key 'lr'. Did you mean 'learner.lr'?",
+    "temperature=1": "unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "group_size=4": "unknown key 'group_size'. Did you mean 'rollout.group_size'?",
+    "batch_size=4": "unknown key 'batch_size'. Did you mean 'learner.minibatches' or 'rollout.tasks'?",
+    "beta=0.1": "unknown key 'beta'. Did you mean 'learner.kl.coef'?",
+    "max_new_tokens=4": "unknown key 'max_new_tokens'. Did you mean 'rollout.max_tokens'?",
+    "dtype=bfloat16": "unknown key 'dtype'. Did you mean 'engine.dtype' or 'workers.dtype'?",
+    "path=x": "Did you mean 'pretrain.path' or 'data.path'?",
+    "max_turns=3": "unknown key 'max_turns'. Did you mean 'agent.max_turns'?",
+    "digits=3": "unknown key 'digits'. Did you mean 'env.digits'?",
+    "temprature=1": "unknown key 'temprature'. Did you mean 'rollout.temperature'?",
+    "rollout.n=4": "unknown key 'rollout.n'. Did you mean 'rollout.group_size'?",
+    "rollout.zero_variance=true": "Did you mean 'rollout.filter.zero_variance'?",
+    "learner.kl_coef=0.1": "learner grpo: unknown key 'kl_coef'. Did you mean 'learner.kl.coef'?",
+    "learner.beta=0.1": "learner grpo: unknown key 'beta'. Did you mean 'learner.kl.coef'?",
+    "learner.temperature=1": "learner grpo: unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "env.temperature=1": "environment math_verify-v0: unknown key 'temperature'. Did you mean 'rollout.temperature'?",
+    "agent.lr=1": "agent multi_turn: unknown key 'lr'. Did you mean 'learner.lr'?",
+    "data.lr=1": "unknown key 'data.lr'. Did you mean 'learner.lr'?",
+    "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
+    "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
+    # a value of the wrong kind or size says what was given
+    "steps=-1": "key 'steps': input should be greater than or equal to 1, got -1",
+    "steps=many": "key 'steps': input should be a valid integer, unable to parse string as an integer, got 'many'",
+    "learner.lr=fast": "learner grpo: key 'lr': input should be a valid number",
+    "learner.lr=.nan": "learner grpo: key 'lr': input should be",
+    "learner.lr=.inf": "learner grpo: key 'lr': input should be a finite number, got inf",
+    "learner.lr=1e400": "learner grpo: key 'lr': input should be a finite number, got inf",
+    "learner.lr=true": "learner grpo: key 'lr': input should be a number, got True",
+    "learner.betas=[0.9, .nan]": "learner grpo: key 'betas.1': input should be a finite number, got nan",
+    "learner.betas=[0.9, false]": "learner grpo: key 'betas': input should be a number, got [0.9, False]",
+    "learner.kl.coef=.inf": "learner grpo: key 'kl.coef': input should be a finite number, got inf",
+    "learner.shaping.clip=[0, .nan]": "learner grpo: key 'shaping.clip': the lower bound comes first",
+    "steps=true": "key 'steps': input should be a number, got True",
+    "workers.zero_stage=true": "key 'workers.zero_stage': input should be a number, got True",
+    "rollout.temperature=.inf": "key 'rollout.temperature': input should be a finite number, got inf",
+    "env.digits=true": "environment math_verify-v0: key 'digits': input should be a number, got True",
+    "env.call_timeout=.inf": "environment math_verify-v0: key 'call_timeout': input should be a finite number, got inf",
+    "agent.max_turns=true": "agent multi_turn: key 'max_turns': input should be a number, got True",
+    "data.test_fraction=.nan": "key 'data.test_fraction': input should be a finite number, got nan",
+    "steps=12345678901234567890123": "key 'steps': input should fit into 64 bits, got 12345678901234567890123",
+    "seed=12345678901234567890123": "key 'seed': input should fit into 64 bits",
+    "seed=4294967296": "key 'seed': input should be less than 4294967296",  # engines take no greater ones
+    "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
+    "learner.aggregation=words": "learner grpo: key 'aggregation': input should be 'token', 'sequence' or 'constant'",
+    "rollout.temperature=0": "key 'rollout.temperature': input should be greater than 0, got 0",
+    "engine.kind=sglang": "key 'engine.kind': input should be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",
+    "rollout=3": "key 'rollout' holds keys of its own (rollout.…), not 3",
+    "engine.args=3": "key 'engine.args' holds keys of its own",
+    "name=a/b": "key 'name'",
+    "stages=3": "key 'stages' is a list of settings",
+    # names that nothing is registered under
+    "env=math_verfy": "there is no environment 'math_verfy'. Did you mean 'math_verify'?",
+    "learner=gpro": "there is no learner 'gpro'. Did you mean 'grpo'?",
+    "agent=single_tun": "there is no agent 'single_tun'. Did you mean 'single_turn'?",
+    "agent=3": "key 'agent' is a name, or a name and settings, not 3",
+    # settings that contradict each other, files that are not there
+    "rollout.group_size=1": "the episodes of one task: rollout.group_size must be at least 2, not 1",
+    "data.path=none.jsonl": "there is no file none.jsonl",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_a_mistake_is_one_line_that_says_what_to_do(word):
+    with pytest.raises(EnvgymError) as refused:
+        of_words(word)
+    assert isinstance(refused.value, ConfigError | NameNotFound | DataError)
+    assert REFUSED[word] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_hint_names_what_the_runs_own_parts_have():
+    with pytest.raises(ConfigError) as refused:
+        of_words("learner=sft", "agent=replay", "learner.beta=0.1")
+    assert "'learner.kl.coef'" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"Did you mean 'learner\.gae_lambda'"):
+        of_words("learner=ppo", "lam=0.9")
+
+
+def test_every_key_that_others_have_another_name_for_is_one():
+    keys = {*known_keys({"env": "math_verify", "learner": "ppo"}), "engine.args"}
+    assert OTHER_NAMES.keys() <= keys
+    known = {key.rpartition(".")[2] for key in keys}
+    assert not {name for names in OTHER_NAMES.values() for name in names} & known
+
+
+def test_an_environment_is_asked_for():
+    with pytest.raises(ConfigError, match=r"which environment\? Give one with --env"):
+        resolve({})
+
+
+def test_a_mistake_in_one_of_several_stages_names_the_stage(tmp_path):
+    recipe = write(tmp_path / "two.yaml", "stages: [{learner: grpo}, {learner: grpo, rollout: {tasks: 0}}]")
+    with pytest.raises(ConfigError, match=r"stage 2: key 'rollout.tasks'"):
+        resolve(ENV, recipe=str(recipe))
+
+
+def test_a_learner_of_single_episodes_takes_groups_of_one():
+    assert stage_of("learner=sft", "rollout.group_size=1").rollout.group_size == 1
+
+
+def test_a_replay_has_no_groups_to_compare():
+    assert stage_of("agent=replay", "rollout.group_size=1").agent.name == "replay"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", r"bad.yaml:1: not valid YAML"),
+        ("rollout:\n  tasks: 1\n  tasks: 2", r"bad.yaml:3: not valid YAML \(key 'tasks' is given twice\)"),
+        ("learner: {lr: 1, lr: 2}", r"bad.yaml:1: not valid YAML \(key 'lr' is given twice\)"),
+        ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
+        ("rollout:\n  tsaks: 1", r"unknown key 'rollout.tsaks'. Did you mean 'tasks'\?"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(ENV, file=write(tmp_path / "bad.yaml", text))
+
+
+def test_numbers_that_only_look_like_mistakes_are_taken(tmp_path):
+    file = write(tmp_path / "run.yaml", "eval: &alike {tasks: 4}\nrollout: {<<: *alike, tasks: 6}")
+    stage = stage_of("learner.shaping.clip=[0, .inf]", "steps=1e2", "eval.greedy=1", "rollout.tasks=8", file=file)
+    assert (stage.rollout.tasks, stage.eval.tasks, stage.steps, stage.eval.greedy) == (8, 4, 100, True)
+    assert stage.learner.settings["shaping"]["clip"] == [0, float("inf")]
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert resolve(ENV, file=write(tmp_path / "empty.yaml", "")) == resolve(ENV)
+
+
+# -- the saved config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["name=math_verify-reinforce++-1"],  # what a run without a name is called
+        ["seed=3", "learner.lr=1e-5", "rollout.top_p=0.9", "env.digits=3", "engine.args.swap_space=2"],
+        ["learner=sft", "agent=replay", "name=first", "render=text", "sync.tolerance=0.01"],
+    ],
+)
+def test_a_saved_config_is_the_same_run(tmp_path, words):
+    config = of_words(*words)
+    file = write(tmp_path / "config.yaml", config.to_yaml())
+    assert resolve(file=file) == config
+    assert resolve(file=file).to_yaml() == config.to_yaml()
+
+
+def test_a_saved_config_of_several_stages_is_the_same_run_without_its_recipe(recipe, tmp_path):
+    two = write(tmp_path / "two.yaml", "steps: 3\nstages: [{learner: sft, agent: replay}, {learner: grpo}]")
+    config = resolve(ENV, recipe=str(two))
+    file = write(tmp_path / "config.yaml", config.to_yaml())
+    two.unlink()  # a run is resumed from anywhere, whatever became of the file it was made from
+    assert resolve(file=file) == config
+
+
+def test_a_saved_config_has_every_key_written_out():
+    saved = yaml.safe_load(of_words().to_yaml())
+    assert set(saved) == set(RunConfig.model_fields)
+    assert {"lr", "clip_low", "kl", "aggregation"} <= set(saved["stages"][0]["learner"])
+
+
+def test_words_change_a_saved_config(tmp_path):
+    file = write(tmp_path / "config.yaml", of_words("steps=3").to_yaml())
+    [stage] = resolve(parse_words(["steps=4", "learner.lr=0.5"]), file=file).stages
+    assert (stage.steps, stage.learner.settings["lr"]) == (4, 0.5)
+
+
+def test_the_same_settings_from_python_are_the_same_run():
+    assert of_words("seed=1", "rollout.tasks=3", "learner.lr=1e-5") == resolve(
+        {**ENV, "seed": 1, "rollout": {"tasks": 3}, "learner": {"lr": 1e-5}}
+    )

@@ -1,0 +1,128 @@
+"""Starting the parts of a stage, with workers that only note what is asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from envgym.config.schema import resolve
+from envgym.engines.base import EngineInfo
+from envgym.errors import ConfigError
+from envgym.training.launch import episodes_at_once, start_parts
+
+
+class Handle:
+    def __init__(self, runtime, name):
+        self.runtime, self.name = runtime, name
+
+    async def call(self, method, *args, **kwargs):
+        self.runtime.calls.append((self.name, method))
+        if method == "load" and (problem := self.runtime.problems.get(self.name)):
+            raise problem
+        info = {"dtype": "float32", "packed": False, "adapter": False}
+        return {"info": EngineInfo("noted", 64), "device_type": self.runtime.device, "load": info}.get(method)
+
+    async def close(self):
+        self.runtime.calls.append((self.name, "close"))
+
+
+class Runtime:
+    """Starts workers that answer at once; the engine is ready when `engine` is set, and starts with its `problems`."""
+
+    def __init__(self, *, device="cpu", problems=()):
+        self.device, self.problems = device, dict(problems)
+        self.calls, self.arguments = [], {}
+        self.engine = asyncio.Event()
+        self.actor = asyncio.Event()
+
+    async def start(self, target, kwargs, *, name, environ=None):
+        self.arguments[name] = kwargs
+        if name == "engine":
+            await self.engine.wait()
+            if problem := self.problems.get(name):
+                raise problem
+        else:
+            self.actor.set()
+        return Handle(self, name)
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def start(tiny_model):
+    """start(runtime, **settings): the parts of a stage, being started."""
+
+    def begin(runtime, **settings):
+        config = resolve({"env": "math_verify", "model": str(tiny_model), **settings})
+        stage = config.stages[0]
+        services = SimpleNamespace(names=(), of_policy=(), bind_policy=lambda *args, **kwargs: None)
+        place = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
+        display = SimpleNamespace(phase=lambda text: None, note=print)
+        return asyncio.ensure_future(start_parts(config, stage, place, str(tiny_model), display))
+
+    return begin
+
+
+def test_engine_and_actor_start_side_by_side(start):
+    async def main():
+        runtime = Runtime()
+        parts = start(runtime)
+        await asyncio.wait_for(runtime.actor.wait(), 60)
+        assert not runtime.engine.is_set()
+        runtime.engine.set()
+        assert list((await parts).workers) == ["actor"]
+
+    asyncio.run(main())
+
+
+def test_on_an_accelerator_the_actor_loads_when_the_engine_has_measured_what_is_free(start):
+    async def main():
+        runtime = Runtime(device="cuda")
+        parts = start(runtime)
+        await asyncio.wait_for(runtime.actor.wait(), 60)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert ("actor-0", "load") not in runtime.calls
+        runtime.engine.set()
+        await parts
+        assert ("actor-0", "load") in runtime.calls
+
+    asyncio.run(main())
+
+
+def test_the_engines_problem_is_told_and_the_actor_is_ended(start):
+    async def main():
+        problems = {"engine": ConfigError("no such engine argument"), "actor-0": ConfigError("does not load")}
+        runtime = Runtime(problems=problems)
+        parts = start(runtime)
+        await asyncio.wait_for(runtime.actor.wait(), 60)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        runtime.engine.set()
+        with pytest.raises(ConfigError, match="no such engine argument"):
+            await parts
+        assert ("actor-0", "close") in runtime.calls
+
+    asyncio.run(main())
+
+
+def test_the_engine_has_room_for_what_is_played_at_once(start):
+    async def main():
+        runtime = Runtime()
+        runtime.engine.set()
+        await start(runtime, rollout={"tasks": 40, "group_size": 16}, eval={"tasks": 100})
+        assert runtime.arguments["engine"]["concurrency"] == 640
+
+    asyncio.run(main())
+
+
+def test_episodes_at_once():
+    def of(**rollout):
+        return episodes_at_once(resolve({"env": "math_verify", "rollout": rollout, "eval": {"tasks": 300}}).stages[0])
+
+    assert of(tasks=2, group_size=4) == 300
+    assert of(tasks=100, group_size=8) == 800
+    assert of(tasks=100, group_size=8, concurrency=32) == 32

@@ -1,0 +1,226 @@
+"""Text mixed into learning by reward: what its rows are, their order, and who gets them."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envgym.config.schema import PretrainConfig, resolve
+from envgym.engines.base import SamplingParams
+from envgym.env import ListTasks
+from envgym.errors import ConfigError, DataError
+from envgym.learner import LearnerConfig, LearnRow, RoleSpec
+from envgym.render import load_tokenizer, make_renderer
+from envgym.training.pretraining import Pretraining, spread
+from envgym.training.trainer import Parts, Trainer
+from envgym.types import Objective, Task
+from envgym.workers.config import WorkersConfig
+
+DOCUMENTS = [f"the answer is {number}." for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return make_renderer("auto", load_tokenizer(str(tiny_model)))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write rows to a JSONL file; gives its path."""
+
+    def write(rows, name="text.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def texts(renderer, rows):
+    return [renderer.tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
+
+
+def taken(pretraining, steps):
+    return [asyncio.run(pretraining.next()) for _ in range(steps)]
+
+
+def test_a_row_is_the_documents_tokens_of_which_all_but_the_first_count(renderer, file):
+    [text] = ["what is 12 + 34?"]
+    [[row]] = taken(Pretraining(PretrainConfig(path=file([{"text": text}]), rows=1), renderer, 0), 1)
+    ids = renderer.tokenizer(text)["input_ids"]
+    assert row.token_ids.tolist() == [*ids, renderer.tokenizer.eos_token_id]
+    assert row.weights.tolist() == [0.0] + [1.0] * len(ids)
+    assert row.objective == Objective.CROSS_ENTROPY
+    assert np.isnan(row.old_logprobs).all()
+    assert (row.weights.dtype, row.old_logprobs.dtype, row.current) == (np.float32, np.float32, False)
+
+
+def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
+    config = PretrainConfig(path=file([{"text": DOCUMENTS[0]}]), rows=1, max_tokens=5)
+    [[row]] = taken(Pretraining(config, renderer, 0), 1)
+    assert row.token_ids.tolist() == renderer.tokenizer(DOCUMENTS[0])["input_ids"][:5]
+
+
+def test_rows_of_a_step_meet_nobody_elses_unit_or_episode(renderer, file):
+    path = file([{"text": text} for text in DOCUMENTS])
+    [rows] = taken(Pretraining(PretrainConfig(path=path, rows=4), renderer, 0), 1)
+    assert [row.unit for row in rows] == [row.episode for row in rows] == [-1, -2, -3, -4]
+
+
+def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, file):
+    path = file([{"text": text} for text in DOCUMENTS])
+
+    def orders(seed):
+        steps = taken(Pretraining(PretrainConfig(path=path, rows=5), renderer, seed), 4)
+        said = texts(renderer, [row for step in steps for row in step])
+        return said[:10], said[10:]
+
+    first, second = orders(0)
+    assert sorted(first) == sorted(second) == DOCUMENTS
+    assert len({tuple(first), tuple(second), tuple(orders(1)[0]), tuple(DOCUMENTS)}) == 4
+    assert orders(0) == (first, second)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_resumed_run_goes_on_with_the_next_document(through_a_checkpoint, renderer, file, stop):
+    config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
+    whole = [texts(renderer, rows) for rows in taken(Pretraining(config, renderer, 0), 6)]
+    killed = Pretraining(config, renderer, 0)
+    taken(killed, stop)
+    state = through_a_checkpoint(killed.state())
+    taken(killed, 1)
+    resumed = Pretraining(config, renderer, 0)
+    resumed.load_state(state)
+    assert [texts(renderer, rows) for rows in taken(resumed, 6 - stop)] == whole[stop:]
+
+
+def test_a_text_file_has_a_document_a_line(renderer, tmp_path):
+    (tmp_path / "text.txt").write_text("\ufeffthe first\n\nthe second\r\n", encoding="utf-8")
+    [rows] = taken(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
+    assert sorted(texts(renderer, rows)) == ["the first", "the second"]
+
+
+def test_a_parquet_folder_and_another_field(renderer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "corpus").mkdir()
+    for part in range(2):
+        table = pa.table({"content": DOCUMENTS[part * 5 : part * 5 + 5]})
+        pq.write_table(table, tmp_path / "corpus" / f"part-{part}.parquet")
+    config = PretrainConfig(path=str(tmp_path / "corpus"), text="content", rows=10)
+    [rows] = taken(Pretraining(config, renderer, 0), 1)
+    assert sorted(texts(renderer, rows)) == DOCUMENTS
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "holds no rows"),
+        ([{"txt": "a"}], r"text.jsonl:1: the row has no field 'text', only txt: .*pretrain.text=FIELD. Did you mean"),
+        ([{"text": " "}], r"text.jsonl:1: field 'text' holds no text"),
+        ([{"text": ["a"]}], r"text.jsonl:1: field 'text' holds no text"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_line(renderer, file, rows, says):
+    with pytest.raises(DataError, match=says):
+        taken(Pretraining(PretrainConfig(path=file(rows)), renderer, 0), 1)
+
+
+def test_bytes_that_are_no_text(renderer, tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"fine\n\xff\n")
+    with pytest.raises(DataError, match=r"text.txt:2: not UTF-8 text"):
+        taken(Pretraining(PretrainConfig(path=str(tmp_path / "text.txt"), rows=2), renderer, 0), 1)
+
+
+@given(st.integers(0, 20), st.integers(1, 8))
+def test_rows_are_spread_evenly(count, parts):
+    ids = np.zeros(1, np.int64)
+    rows = [LearnRow(ids, ids, ids, Objective.CROSS_ENTROPY, unit=number) for number in range(count)]
+    pieces = spread(rows, parts)
+    assert len(pieces) == parts
+    assert sorted(row.unit for piece in pieces for row in piece) == list(range(count))
+    assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
+
+
+# -- settings ---------------------------------------------------------------------------------------------
+
+
+def config_of(learner, **pretrain):
+    return resolve({"env": "math_verify", "learner": learner, "pretrain": pretrain})
+
+
+def test_a_learner_that_gives_text_no_weight_is_refused_in_one_line(file):
+    path = file([{"text": "a"}])
+    assert config_of("grpo", path=path).stages[0].pretrain.path == path
+    for learner in ("sft", {"name": "grpo", "pretrain_coef": 0.0}):
+        with pytest.raises(ConfigError, match=r"learner (sft|grpo) would give no weight: .* pretrain_coef above 0"):
+            config_of(learner, path=path)
+
+
+def test_a_file_that_is_not_there_is_told_before_anything_begins():
+    with pytest.raises(DataError, match=r"there is no file nowhere\.jsonl"):
+        config_of("grpo", path="nowhere.jsonl")
+
+
+# -- in the loop ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Remembers the rows of each optimizer step."""
+
+    info, settings = {}, WorkersConfig()
+
+    def __init__(self):
+        self.steps = []
+
+    async def accumulate(self, rows, denominators):
+        self.steps.append(([row.objective for row in rows], denominators))
+        return {"loss": float(len(self.steps))}
+
+    async def step(self, lr):
+        return {"grad_norm": 1.0}
+
+
+def row_of(unit):
+    weights = np.array([0, 1, 1], np.float32)
+    return LearnRow(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, unit=unit, versions=(0,))
+
+
+def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file):
+    """Four rows and three documents in two mini-batches, twice; the critic never sees a document."""
+    run = resolve({"env": "math_verify", "learner": "grpo"})
+    config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
+    learner = SimpleNamespace(
+        min_group_size=2,
+        roles={"actor": RoleSpec(trained=True), "critic": RoleSpec(trained=True)},
+        config=LearnerConfig(name="any", minibatches=2, epochs=2),
+        prepare=lambda groups: [row_of(unit) for unit in range(4)],
+        metrics=lambda rows: {"rows": len(rows)},
+        denominators=lambda rows: {name: len(rows) for name in {row.objective for row in rows}},
+        observe=lambda record: None,
+        state=dict,
+    )
+    spec = SimpleNamespace(tasks=lambda split: ListTasks([Task("t")]))
+    runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(samples=True), unscored=set())
+    workers = {"actor": Worker(), "critic": Worker()}
+    pretraining = Pretraining(config, renderer, 0)
+    parts = Parts(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)
+    trainer = Trainer(run, run.stages[0], parts, None, None)
+    asyncio.run(trainer.learn([]))
+    policy, text = Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY
+    assert [kinds for kinds, _ in workers["actor"].steps] == [[policy] * 2 + [text] * n for n in (2, 1, 2, 1)]
+    assert [kinds for kinds, _ in workers["critic"].steps] == [[policy] * 2] * 4
+    assert workers["critic"].steps[0][1] == workers["actor"].steps[0][1] == {policy: 4, text: 4}
+    record = trainer.progress.record
+    assert record["rows"] == 4  # what is told of the rollout is told of the rollout
+    assert (record["loss"], record["critic/loss"]) == (2.5, 2.5)
+    n_text = 2 * sum(len(row.token_ids) - 1 for row in asyncio.run(Pretraining(config, renderer, 0).next()))
+    assert record["tokens/pretrain"] == n_text
+    assert record["tokens/trained"] == trainer.progress.tokens["trained"] == 2 * 8 + n_text
+    assert record["tokens/processed"] == 2 * (12 + 3) + n_text
+    assert trainer.state()["pretraining"] == pretraining.state()

@@ -1,0 +1,133 @@
+"""Weights on their way to the engine, and the two checks that they arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from envgym.engines.base import SamplingParams
+from envgym.errors import RunError
+from envgym.training.trainer import Trainer
+from envgym.training.weight_sync import PROBE, WeightSync
+from envgym.workers.metrics import merge
+
+TOLERANCE = 0.01
+INFO = {"adapter": False, "dtype": "float32", "n_parameters": 10, "n_trained": 2}
+
+
+class Both:
+    """An actor and an engine, whose log-probabilities of the probe differ by `differences`."""
+
+    def __init__(self, differences, **info):
+        self.differences = differences
+        self.info = {**INFO, **info}
+        self.loaded: list[tuple[str, int, str]] = []
+
+    def prompt(self, observation):
+        assert observation.text == PROBE
+        return list(range(len(self.differences) + 1))
+
+    async def forward(self, rows):
+        return [np.array([0.0, *(-1.0 + d for d in self.differences)], np.float32) for _ in rows]
+
+    async def score(self, token_ids):
+        return [-1.0] * (len(token_ids) - 1)
+
+    async def export(self, path):
+        Path(path).write_text("weights")
+
+    async def export_adapter(self, folder):
+        Path(folder).mkdir()
+        Path(folder, "adapter").write_text("adapter")
+
+    async def load_weights(self, path, version):
+        self.loaded.append((path, version, Path(path).read_text()))
+
+    async def load_adapter(self, path, version):
+        self.loaded.append((path, version, Path(path, "adapter").read_text()))
+
+    def sync(self, **settings) -> WeightSync:
+        both: Any = self
+        return WeightSync(both, both, both, TOLERANCE, **settings)
+
+
+def test_the_engine_gets_the_actors_weights_and_nothing_is_left():
+    both = Both([0.0, -0.004, 0.001])
+    assert asyncio.run(both.sync()(7)) == pytest.approx(0.004, rel=1e-4)
+    [(path, version, contents)] = both.loaded
+    assert (version, contents) == (7, "weights")
+    assert not Path(path).exists()
+
+
+def test_an_adapter_travels_alone_once_the_engine_has_the_base():
+    both = Both([0.0], adapter=True)
+    sync = both.sync(base_is_quantized=True)
+    asyncio.run(sync(1))
+    asyncio.run(sync(2))
+    assert [(version, what) for _, version, what in both.loaded] == [(1, "weights"), (1, "adapter"), (2, "adapter")]
+    assert not any(Path(path).exists() for path, *_ in both.loaded)
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [[0.0, 0.02, 0.0], [0.0, -0.02], [math.nan, 0.0], [0.0, math.nan, 0.001], [0.0, math.nan], [math.inf, 0.0]],
+)
+def test_a_probe_that_differs_stops_the_run(differences):
+    with pytest.raises(RunError, match=r"disagree on the probe after sync 3: .*sync\.tolerance=0\.01"):
+        asyncio.run(Both(differences).sync()(3))
+
+
+class Step(Trainer):
+    """An optimizer step of an actor that says how far its episodes' log-probabilities are from the sampler's."""
+
+    def __init__(self, mean_abs: float, sampling: SamplingParams) -> None:
+        self.stepped = False
+        self.mean_abs = mean_abs
+        roles = {"actor": SimpleNamespace(trained=True, idle_steps=0)}
+        learner = SimpleNamespace(roles=roles, denominators=lambda rows: {}, config=None)
+        self.progress: Any = SimpleNamespace(step=0, optimizer_steps=0)
+        self.stage: Any = SimpleNamespace(steps=5, roles={})
+        self.parts: Any = SimpleNamespace(
+            learner=learner, workers={"actor": self}, sampling=sampling, sync=Both([0.0]).sync()
+        )
+
+    async def accumulate(self, rows, denominators):
+        return {"mismatch/mean_abs": self.mean_abs}
+
+    async def step(self, lr):
+        self.stepped = True
+        raise InterruptedError  # what comes after it is no matter here
+
+
+@pytest.mark.parametrize("mean_abs", [0.02, math.nan])
+def test_episodes_that_the_actor_would_not_have_played_stop_the_run_before_it_learns(mean_abs, monkeypatch):
+    monkeypatch.setattr("envgym.training.trainer.learning_rate", lambda *args: 1.0)
+    step = Step(mean_abs, SamplingParams(max_tokens=4))
+    with pytest.raises(RunError, match="disagree on this step's episodes"):
+        asyncio.run(step.optimizer_step([], []))
+    assert not step.stepped
+
+
+@pytest.mark.parametrize(
+    ("mean_abs", "sampling"),
+    [(0.001, {}), (0.02, {"top_p": 0.9}), (0.02, {"top_k": 5})],  # a cut support differs by the cut
+)
+def test_episodes_of_the_same_policy_are_learned_from(mean_abs, sampling, monkeypatch):
+    monkeypatch.setattr("envgym.training.trainer.learning_rate", lambda *args: 1.0)
+    step = Step(mean_abs, SamplingParams(max_tokens=4, **sampling))
+    with pytest.raises(InterruptedError):
+        asyncio.run(step.optimizer_step([], []))
+    assert step.stepped
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
+def test_the_largest_of_several_is_not_a_number_where_one_is_not(values):
+    merged = merge({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
+    assert math.isnan(merged["mismatch/max"])
+    assert math.isnan(merged["ratio/min"])
