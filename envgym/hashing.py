@@ -1,4 +1,4 @@
-"""Short hashes of what was played, by which results can be told apart or compared: code, description, task."""
+"""Short hashes of what was played (code, settings, tasks), by which results are compared, and seeds made by hashing."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ DIGITS = 16
 def text_hash(text: str) -> str:
     """A fingerprint of `text`."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed in [0, 2^31) that depends on all `parts`, the same on every machine and in every process."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def source_hash(classes: Iterable[type]) -> str:

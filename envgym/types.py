@@ -118,7 +118,7 @@ def _message(item: Mapping[str, Any]) -> Message:
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error", "")))
+        calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
     return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids)
 

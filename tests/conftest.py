@@ -125,9 +125,9 @@ def serving():
 @pytest.fixture(scope="session")
 def through_a_checkpoint():
     """`through_a_checkpoint(state)`: a part of the controller's state as a resumed run finds it."""
-    from envgym.training.controller_state import from_json, to_json
+    from envgym.training.run_folder import state_from_json, state_to_json
 
-    return lambda state: from_json(to_json({"progress": {"step": 0}, "part": state}))["part"]
+    return lambda state: state_from_json(state_to_json({"progress": {"step": 0}, "part": state}))["part"]
 
 
 @pytest.fixture(scope="session")

@@ -132,9 +132,9 @@ def test_rollouts_hold_exactly_what_was_sampled(run, tiny_model):
             assert all(logprob < 0 for logprob in action["logprobs"])
             assert action["versions"] == [{"version": step - 1, "start": 0, "end": len(action["token_ids"])}]
             question, answer = episode["messages"]
-            assert question["text"] in tokenizer.decode(prompt["token_ids"])
-            assert answer["text"] == tokenizer.decode(action["token_ids"], skip_special_tokens=True)
-            assert episode["status"] in ("completed", "truncated")
+            assert question["content"] in tokenizer.decode(prompt["token_ids"])
+            assert answer["content"] == tokenizer.decode(action["token_ids"], skip_special_tokens=True)
+            assert episode["outcome"]["status"] in ("completed", "truncated")
             sampled += len(action["token_ids"])
         assert sampled == record["tokens/sampled"]
         mean = sum(episode["reward"] for episode in episodes) / len(episodes)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from envgym.disk import replacing
 from envgym.errors import DataError, missing_package
 from envgym.types import Episode
 
@@ -15,17 +15,13 @@ from .record import from_record, to_record
 
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
-    """Write episodes to `path` in one rename. `_schema` names the columns.
-
-    What `envgym.episodes.record` keeps is kept, but not whose a score is (`score_is_reward`); log-probabilities with
-    the precision of a float32.
-    """
+    """Write episodes to `path` in one rename. Columns are the fields of `envgym.episodes.record`: the task and the
+    arguments of tool calls as text (JSON), log-probabilities with the precision of a float32."""
     pa, pq = _pyarrow("writing rollouts")
-    written: dict[int, str] = {}  # a task, which the members of a group share, is written out once
-    table = pa.Table.from_pylist([_columns(episode, written) for episode in episodes], _schema(pa))
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, path)
+    tasks: dict[int, str] = {}  # a task, which the members of a group share, is written out once
+    table = pa.Table.from_pylist([_columns(episode, tasks) for episode in episodes], _schema(pa))
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
 
 
 def read_rollouts(path: Path) -> list[Episode]:
@@ -46,7 +42,7 @@ def read_rollouts(path: Path) -> list[Episode]:
     episodes = []
     for number, columns in enumerate(table.to_pylist(), 1):
         try:
-            episodes.append(from_record(_record(columns)))
+            episodes.append(from_record({**columns, "task": json.loads(columns["task"])}))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}, row {number}: this is not an episode ({type(error).__name__}: {error})") from None
     return episodes
@@ -61,128 +57,52 @@ def _pyarrow(purpose: str) -> tuple[Any, Any]:
     return pa, pq
 
 
-def _schema(pa: Any) -> Any:
-    version = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-    segment = pa.struct(
-        [
-            ("role", pa.string()),
-            ("token_ids", pa.list_(pa.int32())),
-            ("weights", pa.list_(pa.float64())),
-            ("logprobs", pa.list_(pa.float32())),
-            ("versions", pa.list_(version)),
-            ("temperature", pa.float64()),
-        ]
-    )
-    turn = pa.struct([("reward", pa.float64()), ("stop_reason", pa.string())])
-    row = pa.struct([("objective", pa.string()), ("segments", pa.list_(segment)), ("turns", pa.list_(turn))])
-    call = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string()), ("error", pa.string())])
-    message = pa.struct(
-        [
-            ("role", pa.string()),
-            ("text", pa.string()),
-            ("tool_calls", pa.list_(call)),
-            ("tool_call_id", pa.string()),
-            ("name", pa.string()),
-        ]
-    )
-    return pa.schema(
-        [
-            ("id", pa.string()),
-            ("env", pa.string()),
-            ("task", pa.string()),  # its key
-            ("answer", pa.string()),  # the task's, as text
-            ("policy_answer", pa.string()),
-            ("task_json", pa.string()),  # the whole task
-            ("group", pa.string()),
-            ("member", pa.int32()),
-            ("seed", pa.int64()),
-            ("attempt", pa.int32()),
-            ("status", pa.string()),
-            ("reason", pa.string()),
-            ("retryable", pa.bool_()),
-            ("error", pa.string()),
-            ("reward", pa.float64()),
-            ("score", pa.float64()),
-            ("metrics", pa.map_(pa.string(), pa.float64())),
-            ("seconds", pa.float64()),
-            ("fingerprints", pa.map_(pa.string(), pa.string())),
-            ("messages", pa.list_(message)),
-            ("rows", pa.list_(row)),
-        ]
-    )
-
-
-SAME = ("id", "env", "group", "member", "seed", "attempt", "reward", "score", "seconds", "rows")
-"""Columns that are an episode's record under the same name and in the same form."""
-
-
-def _columns(episode: Episode, written: dict[int, str]) -> dict[str, Any]:
+def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
     record = to_record(episode)
-    outcome = record["outcome"]
-    if (task := written.get(id(episode.task))) is None:
-        task = written[id(episode.task)] = json.dumps(record["task"], default=str)
-    return {
-        **{name: record[name] for name in SAME},
-        "task": episode.task.key,
-        "answer": None if episode.task.answer is None else str(episode.task.answer),
-        "policy_answer": record["answer"],
-        "task_json": task,
-        "status": outcome["status"],
-        "reason": outcome["reason"],
-        "retryable": outcome["retryable"],
-        "error": outcome["message"],
-        "metrics": list(record["metrics"].items()),
-        "fingerprints": list(record["fingerprints"].items()),
-        "messages": [_message_columns(message) for message in record["messages"]],
-    }
+    if (task := tasks.get(id(episode.task))) is None:
+        task = tasks[id(episode.task)] = json.dumps(record["task"], default=str)
+    for message in record["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
+    maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
+    return {**record, **maps, "task": task}
 
 
-def _record(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_columns`."""
-    return {
-        **{name: columns[name] for name in SAME},
-        "task": json.loads(columns["task_json"]),
-        "outcome": {
-            "status": columns["status"],
-            "reason": columns["reason"],
-            "retryable": columns["retryable"],
-            "message": columns["error"],
-        },
-        "answer": columns["policy_answer"],
-        "metrics": dict(columns["metrics"]),
-        "fingerprints": dict(columns["fingerprints"]),
-        "messages": [_message(message) for message in columns["messages"]],
-    }
+def _schema(pa: Any) -> Any:
+    text, number, integer, token, yes = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
 
+    def struct(**columns: Any) -> Any:
+        return pa.struct(list(columns.items()))
 
-def _message_columns(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [
-        {
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": json.dumps(call["function"]["arguments"], default=str),
-            "error": call.get("error", ""),
-        }
-        for call in message.get("tool_calls", ())
-    ]
-    return {
-        "role": message["role"],
-        "text": message["content"],
-        "tool_calls": calls,
-        "tool_call_id": message.get("tool_call_id", ""),
-        "name": message.get("name", ""),
-    }
-
-
-def _message(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_message_columns`, in the form that `as_messages` takes."""
-    calls = [
-        {
-            "id": call["id"],
-            "function": {"name": call["name"], "arguments": call["arguments"]},
-            "error": call["error"],
-        }
-        for call in columns["tool_calls"]
-    ]
-    ids = {"tool_call_id": columns["tool_call_id"], "name": columns["name"]}
-    return {"role": columns["role"], "content": columns["text"], "tool_calls": calls, **ids}
+    call = struct(id=text, type=text, function=struct(name=text, arguments=text), error=text)
+    message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text)
+    segment = struct(
+        role=text,
+        token_ids=pa.list_(token),
+        weights=pa.list_(number),
+        logprobs=pa.list_(pa.float32()),
+        versions=pa.list_(struct(version=integer, start=token, end=token)),
+        temperature=number,
+    )
+    turn = struct(reward=number, stop_reason=text)
+    row = struct(objective=text, segments=pa.list_(segment), turns=pa.list_(turn))
+    episode = struct(
+        id=text,
+        env=text,
+        task=text,
+        group=text,
+        member=token,
+        seed=integer,
+        attempt=token,
+        outcome=struct(status=text, reason=text, retryable=yes, message=text),
+        reward=number,
+        score=number,
+        score_is_reward=yes,
+        answer=text,
+        metrics=pa.map_(text, number),
+        seconds=number,
+        fingerprints=pa.map_(text, text),
+        messages=pa.list_(message),
+        rows=pa.list_(row),
+    )
+    return pa.schema(list(episode))

@@ -1,8 +1,14 @@
-"""An episode as JSON, and back: what journals, rollout files and remote partners keep of it."""
+"""The one encoding of an episode, as JSON's own types: journals, files, checkpoints and the wire are spellings of it.
+
+JSON has no tuples, and in its objects no keys but strings; an answer `(1, 2)` that came back as `[1, 2]` would be
+another. In what an environment's author put into a task, or a user into options, they are written as `{"$tuple": […]}`
+and `{"$items": [[key, value], …]}`; so is an object with a key that begins with `$`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from envgym.types import (
@@ -20,82 +26,117 @@ from envgym.types import (
     as_messages,
 )
 
-from .exact import marked, restored, restored_names
+TUPLE, ITEMS = "$tuple", "$items"
+PLAIN = (
+    "id", "env", "group", "member", "seed", "attempt", "reward", "score", "score_is_reward", "answer", "seconds"
+)  # fmt: skip
+"""Fields of an episode that are numbers and text, and written as they are."""
+PLAIN_OF_TASK = ("id", "difficulty", "seed", "env")
+
+
+def encode(value: Any) -> Any:
+    """Write plain Python values in what JSON has; anything else is left to who writes the JSON."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item) for key, item in value.items()}
+        return {ITEMS: [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {TUPLE: [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(value: Any, other: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+    """Read what `encode` wrote. Raises `ValueError` for what it does not write.
+
+    `other`: readers of further objects `{"$name": …}`, by that name.
+    """
+    if isinstance(value, list):
+        return [decode(item, other) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TUPLE}:
+        return tuple(decode(item, other) for item in _list(value[TUPLE]))
+    if value.keys() == {ITEMS}:
+        try:
+            return {decode(key, other): decode(item, other) for key, item in map(_list, _list(value[ITEMS]))}
+        except TypeError as error:
+            raise ValueError(f"not keys and values: {error}") from None
+    if other and len(value) == 1 and (read := other.get(next(iter(value)))):
+        return read(next(iter(value.values())))
+    return {key: decode(item, other) for key, item in value.items()}
+
+
+def decode_mapping(value: Any) -> dict[str, Any]:
+    """As `decode`, of names and their values. Raises `ValueError` also for anything else."""
+    found = decode(value)
+    if not isinstance(found, dict):
+        raise ValueError("names and values are wanted, not a tuple")
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{TUPLE} and {ITEMS} hold lists")
+    return value
 
 
 def to_record(episode: Episode) -> dict[str, Any]:
-    """Everything an episode holds but what scoring roles said of its rows and their labels, as JSON's own types.
+    """Everything an episode holds but what scoring roles made of its rows, as JSON's own types.
 
     Messages have the form of OpenAI-compatible APIs, but that a call's arguments are a mapping, and that one which
-    could not be read has its `error`. The task's answer and fields come back as they are where they are of Python's
-    plain kinds (`envgym.episodes.exact`); what is not becomes text when it is written.
+    could not be read has its `error`. The task's answer and fields are encoded (`encode`); what is not of Python's
+    plain kinds becomes text when it is written.
     """
     task = episode.task
     return {
-        "id": episode.id,
-        "env": episode.env,
+        **_values(episode, PLAIN),
         "task": {
-            "id": task.id,
-            "prompt": task.prompt if isinstance(task.prompt, str) else [_message(item) for item in task.prompt],
-            "answer": marked(task.answer),
-            "fields": marked(task.fields),
-            "difficulty": task.difficulty,
-            "seed": task.seed,
-            "env": task.env,
+            **_values(task, PLAIN_OF_TASK),
+            "prompt": task.prompt if isinstance(task.prompt, str) else [_message(message) for message in task.prompt],
+            "answer": encode(task.answer),
+            "fields": encode(task.fields),
         },
-        "group": episode.group,
-        "member": episode.member,
-        "seed": episode.seed,
-        "attempt": episode.attempt,
-        "outcome": {
-            "status": episode.outcome.status.value,
-            "reason": episode.outcome.reason,
-            "retryable": episode.outcome.retryable,
-            "message": episode.outcome.message,
-        },
-        "reward": episode.reward,
-        "score": episode.score,
-        "score_is_reward": episode.score_is_reward,
-        "answer": episode.answer,
+        "outcome": _values(episode.outcome),
         "metrics": dict(episode.metrics),
-        "seconds": episode.seconds,
         "fingerprints": dict(episode.fingerprints),
         "messages": [_message(message) for message in episode.messages],
-        "rows": [_row(row) for row in episode.rows],
+        "rows": [
+            {
+                "objective": row.objective.value,
+                "turns": [_values(turn) for turn in row.turns],
+                "segments": [_segment(segment) for segment in row.segments],
+            }
+            for row in episode.rows
+        ],
     }
 
 
 def from_record(record: Mapping[str, Any]) -> Episode:
     """The episode that `to_record` made `record` of. Raises `KeyError`, `TypeError` or `ValueError` for what is not
     such a record."""
-    task, outcome = record["task"], record["outcome"]
-    prompt = task["prompt"]
+    task, outcome = record["task"], _known(Outcome, record["outcome"])
     return Episode(
-        id=record["id"],
+        **{name: record[name] for name in PLAIN},
         task=Task(
-            id=task["id"],
-            prompt=prompt if isinstance(prompt, str) else as_messages(prompt),
-            answer=restored(task["answer"]),
-            fields=restored_names(task["fields"]),
-            difficulty=task["difficulty"],
-            seed=task["seed"],
-            env=task["env"],
+            **{name: task[name] for name in PLAIN_OF_TASK},
+            prompt=task["prompt"] if isinstance(task["prompt"], str) else as_messages(task["prompt"]),
+            answer=decode(task["answer"]),
+            fields=decode_mapping(task["fields"]),
         ),
-        outcome=Outcome(Status(outcome["status"]), outcome["reason"], outcome["retryable"], outcome["message"]),
-        rows=[_row_of(row) for row in record["rows"]],
-        reward=record["reward"],
-        score=record["score"],
-        score_is_reward=record.get("score_is_reward", False),  # rollout files do not say, nor older ones
-        answer=record["answer"],
+        outcome=Outcome(**{**outcome, "status": Status(outcome["status"])}),
         metrics=dict(record["metrics"]),
-        messages=list(as_messages(record["messages"])),
-        env=record["env"],
-        group=record["group"],
-        member=record["member"],
-        seed=record["seed"],
-        attempt=record["attempt"],
-        seconds=record["seconds"],
         fingerprints=dict(record["fingerprints"]),
+        messages=list(as_messages(record["messages"])),
+        rows=[
+            Row(
+                [_segment_of(segment) for segment in row["segments"]],
+                Objective(row["objective"]),
+                [Turn(turn["reward"], StopReason(turn["stop_reason"])) for turn in row["turns"]],
+            )
+            for row in record["rows"]
+        ],
     )
 
 
@@ -107,35 +148,33 @@ def _message(message: Message) -> dict[str, Any]:
     return result
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _segment(segment: Segment) -> dict[str, Any]:
     return {
-        "objective": row.objective.value,
-        "turns": [{"reward": turn.reward, "stop_reason": turn.stop_reason.value} for turn in row.turns],
-        "segments": [
-            {
-                "role": segment.role,
-                "token_ids": list(segment.token_ids),
-                "weights": list(segment.weights),
-                "logprobs": None if segment.logprobs is None else list(segment.logprobs),
-                "versions": [{"version": v.version, "start": v.start, "end": v.end} for v in segment.versions],
-                "temperature": segment.temperature,
-            }
-            for segment in row.segments
-        ],
+        "role": segment.role,
+        "token_ids": list(segment.token_ids),
+        "weights": list(segment.weights),
+        "logprobs": None if segment.logprobs is None else list(segment.logprobs),
+        "versions": [_values(span) for span in segment.versions],
+        "temperature": segment.temperature,
     }
 
 
-def _row_of(record: Mapping[str, Any]) -> Row:
-    segments = [
-        Segment(
-            segment["role"],
-            list(segment["token_ids"]),
-            list(segment["weights"]),
-            None if segment["logprobs"] is None else list(segment["logprobs"]),
-            tuple(VersionSpan(**span) for span in segment["versions"]),
-            segment["temperature"],
-        )
-        for segment in record["segments"]
-    ]
-    turns = [Turn(turn["reward"], StopReason(turn["stop_reason"])) for turn in record["turns"]]
-    return Row(segments, Objective(record["objective"]), turns)
+def _segment_of(record: Mapping[str, Any]) -> Segment:
+    return Segment(
+        record["role"],
+        list(record["token_ids"]),
+        list(record["weights"]),
+        None if record["logprobs"] is None else list(record["logprobs"]),
+        tuple(VersionSpan(**_known(VersionSpan, span)) for span in record["versions"]),
+        record["temperature"],
+    )
+
+
+def _values(of: Any, names: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass, all of them unless `names` are given, as they are."""
+    return {name: getattr(of, name) for name in names or (field.name for field in fields(of))}
+
+
+def _known(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a dataclass has, all of them; others are a newer version's."""
+    return {field.name: record[field.name] for field in fields(cls)}

@@ -10,12 +10,11 @@ from typing import Any
 
 import yaml
 
+from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.errors import DataError, RunError, WorkerError
 from envgym.evaluation.model_fingerprint import model_fingerprint
-from envgym.folder_lock import held
 from envgym.hashing import first_change
-from envgym.training.run_folder import write_atomically
 from envgym.types import Episode, Task
 
 from .files import write_episodes
@@ -42,7 +41,7 @@ class Unfinished:
             self.path.mkdir(exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path}, where episodes are kept, cannot be made: {error.strerror}") from None
-        with held(self.path, "envgym"):
+        with locked(self.path, "envgym"):
             yield
 
     def begin(self, settings: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envgym.training.run_folder import write_atomically
+from envgym.disk import write_atomically
 from envgym.types import Group
 
 from .folder import EvalFolder

@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 
 from envgym.config.recipes import read_yaml
+from envgym.disk import locked, write_atomically
 from envgym.episodes.journal import Journal, episode_line
 from envgym.errors import RunError
-from envgym.folder_lock import held
-from envgym.training.run_folder import write_atomically
 from envgym.types import Episode
 
 from .plan import Part
@@ -84,7 +83,7 @@ class EvalFolder:
 
     def held(self) -> AbstractContextManager[None]:
         """Nobody else evaluates here meanwhile. Raises `RunError` where somebody does."""
-        return held(self.path, "envgym eval")
+        return locked(self.path, "envgym eval")
 
     def write_journal(self, episodes: Iterable[Episode]) -> None:
         """Let the journal hold these and no others, in one rename."""

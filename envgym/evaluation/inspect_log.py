@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envgym.training.run_folder import write_atomically
+from envgym.disk import write_atomically
 from envgym.types import Episode, Group, Message, Status, StopReason
 
 SCORER = "envgym"

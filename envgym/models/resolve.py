@@ -16,7 +16,7 @@ from envgym.config.recipes import load_recipe, makes_model, read_yaml
 from envgym.config.schema import RunConfig, resolve, validated
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.rollout.sampler import derived_seed
+from envgym.hashing import derived_seed
 from envgym.training.launch import prepared, start_parts
 from envgym.training.run_folder import RunFolder, stage_folders
 from envgym.training.trainer import Trainer

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from envgym.disk import write_atomically
 from envgym.errors import ConfigError
 from envgym.settings import settings_error
-from envgym.training.run_folder import write_atomically
 
 Scope = Literal["user", "project"]
 HEADER = "# Remote environments by their names; written by `envgym envs add` and `envgym envs remove`.\n"

@@ -2,9 +2,9 @@
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
-travel as the fields of their dataclasses (`envgym.episodes.exact` has what JSON cannot say), episodes as
-`envgym.episodes.record` writes them. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields that it
-does not know: a newer peer may say more.
+travel as the fields of their dataclasses, what JSON does not have as `encode` of `envgym.episodes.record` writes it,
+episodes as its `to_record` does. Errors are RFC 9457 problem details (`Problem`). A reader ignores fields that it does
+not know: a newer peer may say more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from envgym.episodes.exact import marked, restored, restored_names
+from envgym.episodes.record import decode, decode_mapping, encode
 from envgym.types import Action, Observation, Task
 
 VERSION = 3
@@ -42,23 +42,23 @@ MAX_INDEX = 2**53
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
-def _marked_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
+def _encoded_task(task: Task, write: Callable[[Task], dict[str, Any]]) -> dict[str, Any]:
     rest = write(dataclasses.replace(task, answer=None, fields={}))
-    return {**rest, "answer": marked(task.answer), "fields": marked(task.fields)}
+    return {**rest, "answer": encode(task.answer), "fields": encode(task.fields)}
 
 
-def _restored_task(task: Task, info: ValidationInfo) -> Task:
+def _decoded_task(task: Task, info: ValidationInfo) -> Task:
     if info.mode != "json":  # made here
         return task
-    return dataclasses.replace(task, answer=restored(task.answer), fields=restored_names(task.fields))
+    return dataclasses.replace(task, answer=decode(task.answer), fields=decode_mapping(task.fields))
 
 
-def _restored_options(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    return restored_names(options) if info.mode == "json" else options
+def _decoded_options(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    return decode_mapping(options) if info.mode == "json" else options
 
 
-ExactTask = Annotated[Task, AfterValidator(_restored_task), WrapSerializer(_marked_task)]
-ExactOptions = Annotated[dict[str, Any], AfterValidator(_restored_options), PlainSerializer(marked)]
+ExactTask = Annotated[Task, AfterValidator(_decoded_task), WrapSerializer(_encoded_task)]
+ExactOptions = Annotated[dict[str, Any], AfterValidator(_decoded_options), PlainSerializer(encode)]
 
 
 class Wire(BaseModel):

@@ -29,14 +29,14 @@ from envgym.errors import (
     WorkerDied,
     WorkerError,
 )
-from envgym.hashing import task_hash
+from envgym.hashing import derived_seed, task_hash
 from envgym.isolation import cancellation as heeding
 from envgym.isolation.cancellation import Unheeded, ends_us, heeded
 from envgym.isolation.deadline import Deadline
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Task
 
-from .sampler import EpisodeSampler, Waves, derived_seed
+from .sampler import EpisodeSampler, Waves
 from .scores import reward_as_score, withdraw
 
 Progress = Callable[[int, int, Mapping[str, int]], None]

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from envgym.errors import ConfigError, PromptTooLong, did_you_mean
+from envgym.hashing import derived_seed
 from envgym.types import Message, ToolSpec
-
-
-def derived_seed(*parts: object) -> int:
-    """A seed in [0, 2^31) that depends on all `parts`, the same on every machine and in every process."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 class Waves:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envgym.config.schema import CurriculumConfig
-from envgym.rollout.sampler import derived_seed
+from envgym.hashing import derived_seed
 from envgym.rollout.scores import is_flat
 from envgym.types import Group, Task
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from envgym.env import TaskSet
 from envgym.errors import RunError
-from envgym.rollout.sampler import derived_seed
+from envgym.hashing import derived_seed
 from envgym.types import Group, Task
 
 from .curriculum import Curriculum

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from envgym.env import TaskSet
-from envgym.rollout.sampler import derived_seed
+from envgym.hashing import derived_seed
 from envgym.types import Task
 
 LARGEST_BLOCK = 1000

@@ -13,9 +13,9 @@ from typing import Any
 from envgym.config.schema import PretrainConfig
 from envgym.env import TaskSet
 from envgym.errors import DataError, did_you_mean
+from envgym.hashing import derived_seed
 from envgym.learner import LearnRow
 from envgym.render import Renderer
-from envgym.rollout.sampler import derived_seed
 from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.folders import open_rows
 from envgym.tasks.rows import JsonLines, Row, Rows

@@ -20,9 +20,9 @@ import yaml
 
 from envgym.config.recipes import read_yaml
 from envgym.config.schema import RunConfig, StageConfig, resolve
+from envgym.disk import locked, write_atomically
 from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write
 from envgym.evaluation.held_out import has_held_out
-from envgym.folder_lock import held
 from envgym.isolation import event_loop
 from envgym.models.resolve import fetch_model
 from envgym.monitoring.report import PICTURE, plot
@@ -30,7 +30,7 @@ from envgym.monitoring.trackers import Story, Trackers, check_installed, run_id
 
 from .launch import Place, prepared, start_parts
 from .progress import Progress
-from .run_folder import RunFolder, stage_folders, write_atomically
+from .run_folder import RunFolder, stage_folders
 from .stop import Stopped
 from .trainer import Trainer
 
@@ -110,7 +110,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
     if resume:
         if not (folder / "config.yaml").is_file():
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
-        with held(folder, "envgym train"):
+        with locked(folder, "envgym train"):
             _save_steps(folder / "config.yaml", config.stages[-1].steps)
             yield folder
         return
@@ -121,7 +121,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
         folder.mkdir(parents=True)
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
-    with held(folder, "envgym train"):
+    with locked(folder, "envgym train"):
         write_atomically(folder / "config.yaml", config.to_yaml())
         yield folder
 
@@ -139,7 +139,7 @@ def _remove_stillborn(folder: Path) -> None:
     run = RunFolder(folder)
     summary = run.read_summary()
     if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
-        with held(folder, "envgym train"):
+        with locked(folder, "envgym train"):
             if not any(record["step"] for record in run.read_metrics()):
                 shutil.rmtree(folder)
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envgym.disk import flush_to_disk, write_atomically
+from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, RunError
-
-from . import controller_state
+from envgym.types import Group
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 CONTROLLER = "controller.json"
 """The controller's share of a checkpoint, written last."""
+GROUP = "$group"
+"""Key of a group of episodes, which waits in the buffer, in the controller's state."""
 DAMAGED = ".damaged"
 """What the name of a checkpoint ends with that could not be read, once the run has gone on from an older one."""
 
@@ -101,7 +104,7 @@ class RunFolder:
 
         The one that the state says is the best outlives the `keep` newest, and `best` is a link to it.
         """
-        (written / CONTROLLER).write_text(controller_state.to_json(state), encoding="utf-8")
+        (written / CONTROLLER).write_text(state_to_json(state), encoding="utf-8")
         flush_to_disk(written)  # before an older one is deleted: a name may outlive a power failure, content may not
         final = self._of_step(step)
         replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
@@ -163,11 +166,45 @@ class RunFolder:
         check_form(checkpoint)
         file = checkpoint / CONTROLLER
         try:
-            return controller_state.from_json(file.read_text(encoding="utf-8"))
+            return state_from_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointDamaged(f"{file} cannot be read ({error.strerror})") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointDamaged(f"{file} cannot be read (it is cut short or garbage: {error})") from None
+
+
+def state_to_json(state: Mapping[str, Any]) -> str:
+    """`Trainer.state` as text: exact, so that a resumed run goes on as if nothing had happened, and reading that of
+    somebody else runs no code. Raises `RunError` for values that are not of Python's plain kinds."""
+    try:
+        return json.dumps(encode(state), default=_group_to_json)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(
+            f"a checkpoint cannot be kept: {error}. What a learner's state() returns must be made of numbers, text, "
+            "lists, tuples and mappings"
+        ) from None
+
+
+def state_from_json(text: str) -> dict[str, Any]:
+    """The state that `state_to_json` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+    state = decode(json.loads(text), {GROUP: _group_from_json})
+    if not isinstance(state, dict) or not isinstance(state["progress"]["step"], int):
+        raise ValueError("it holds no state of a controller")
+    return state
+
+
+def _group_to_json(value: Any) -> Any:
+    if not isinstance(value, Group):
+        raise TypeError(f"it holds a {type(value).__name__}")
+    # As text first: what a task holds that JSON does not know (a date) is text also in the files of episodes.
+    record = {"id": value.id, "episodes": [to_record(episode) for episode in value.episodes]}
+    return {GROUP: json.loads(json.dumps(record, default=str))}
+
+
+def _group_from_json(record: Mapping[str, Any]) -> Group:
+    """A group as the buffer holds it: its members are all of one task, and there is at least one."""
+    episodes = [from_record(written) for written in record["episodes"]]
+    return Group(record["id"], episodes[0].task, episodes)
 
 
 def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
@@ -200,27 +237,3 @@ def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
     if number.isdecimal() and int(number) > 0 and (stage.parent / "config.yaml").is_file():
         return stage.parent, int(number) - 1
     return None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content so that a reader sees the old or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # the disk is full: not with this
-        raise
-
-
-def flush_to_disk(folder: Path, *, deep: bool = True) -> None:
-    """Return once what is in `folder` would survive a power failure: the names in it and, with `deep`, all content."""
-    paths = [folder, *folder.rglob("*")] if deep else [folder]
-    for path in paths:
-        if path.is_symlink():
-            continue
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

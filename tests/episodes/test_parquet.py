@@ -70,36 +70,28 @@ def read(path, episodes):
 def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episode):
     [record] = read(tmp_path / "step.parquet", [episode])
     first, second = record.pop("rows")
-    assert json.loads(record.pop("task_json"))["prompt"] == "1 + 1 = ?"
+    assert json.loads(record.pop("task"))["prompt"] == "1 + 1 = ?"
+    said = {"tool_calls": None, "tool_call_id": None, "name": None}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "error": None}
     assert record == {
         "id": "step-000001-0/00000:001:2",
         "env": "sums-v0",
-        "task": "sum-1",
-        "answer": "2",
         "group": "step-000001-0/00000",
         "member": 1,
         "seed": 2**31 - 1,
         "attempt": 2,
-        "status": "truncated",
-        "reason": "length",
-        "error": "",
-        "retryable": False,
-        "policy_answer": "2",
+        "outcome": {"status": "truncated", "reason": "length", "retryable": False, "message": ""},
+        "answer": "2",
         "reward": 0.75,
         "score": 0.5,
+        "score_is_reward": False,
         "metrics": [("format", 1.0)],
         "seconds": 0.125,
         "fingerprints": [("task", "0123456789abcdef")],
         "messages": [
-            {"role": "user", "text": "1 + 1 = ?", "tool_calls": [], "tool_call_id": "", "name": ""},
-            {
-                "role": "assistant",
-                "text": "zwölf → 12 🙂",
-                "tool_calls": [{"id": "1", "name": "add", "arguments": '{"a": 1}', "error": ""}],
-                "tool_call_id": "",
-                "name": "",
-            },
-            {"role": "tool", "text": "2", "tool_calls": [], "tool_call_id": "1", "name": "add"},
+            {**said, "role": "user", "content": "1 + 1 = ?"},
+            {**said, "role": "assistant", "content": "zwölf → 12 🙂", "tool_calls": [call]},
+            {**said, "role": "tool", "content": "2", "tool_call_id": "1", "name": "add"},
         ],
     }
     assert first["objective"] == "policy_gradient"
@@ -118,14 +110,16 @@ def test_an_episode_comes_back_with_every_token_mask_and_number(tmp_path, episod
 def test_a_failed_episode_is_kept_with_its_reason_and_without_a_reward(tmp_path):
     failed = Episode("e", Task("t"), Outcome.failed("environment", "KeyError: 'x'", retryable=True))
     [record] = read(tmp_path / "step.parquet", [failed])
-    assert (record["status"], record["reason"], record["error"]) == ("failed", "environment", "KeyError: 'x'")
+    assert record["outcome"] == {
+        "status": "failed", "reason": "environment", "retryable": True, "message": "KeyError: 'x'"
+    }  # fmt: skip
     assert (record["reward"], record["score"], record["answer"], record["rows"]) == (None, None, None, [])
 
 
 @pytest.mark.parametrize("answer", [[1, 2], {"x": 1}, 2.5, "text", math.inf])
-def test_any_answer_is_written_as_text(tmp_path, answer):
+def test_any_answer_of_a_task_is_written_as_text(tmp_path, answer):
     [record] = read(tmp_path / "step.parquet", [Episode("e", Task("t", answer=answer), Outcome.completed())])
-    assert record["answer"] == str(answer)
+    assert json.loads(record["task"])["answer"] == answer
 
 
 def test_no_episodes_are_a_file_with_all_columns(tmp_path, episode):
@@ -176,7 +170,7 @@ def one_line(path):
 def test_a_file_of_an_earlier_version_is_told_from_one_without_episodes(tmp_path, episode):
     path = tmp_path / "episodes.parquet"
     write_rollouts(path, [episode])
-    pq.write_table(pq.read_table(path).drop_columns(["task_json", "policy_answer", "retryable"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["outcome", "score_is_reward"]), path)
     assert "earlier version" in one_line(path)
     pq.write_table(pa.table({"question": ["1 + 1"], "answer": ["2"]}), path)
     assert "holds no episodes" in one_line(path)
@@ -188,6 +182,8 @@ def test_a_row_that_is_no_episode_is_named(tmp_path, episode):
     path = tmp_path / "episodes.parquet"
     write_rollouts(path, [episode, episode])
     table = pq.read_table(path)
-    bad = pa.array(["truncated", "exploded"])
-    pq.write_table(table.set_column(table.column_names.index("status"), "status", bad), path)
+    bad = table.column("outcome").to_pylist()
+    bad[1]["status"] = "exploded"
+    changed = pa.array(bad, table.schema.field("outcome").type)
+    pq.write_table(table.set_column(table.column_names.index("outcome"), "outcome", changed), path)
     assert "row 2: this is not an episode" in one_line(path)

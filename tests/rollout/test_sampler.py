@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from envgym.engines.base import Generation, Request, SamplingParams
 from envgym.errors import ConfigError, PromptTooLong, WorkerDied
-from envgym.rollout.sampler import EpisodeSampler, Waves, derived_seed
+from envgym.hashing import derived_seed
+from envgym.rollout.sampler import EpisodeSampler, Waves
 from envgym.types import StopReason
 
 SAMPLING = SamplingParams(max_tokens=8)

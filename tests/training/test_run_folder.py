@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from envgym.config.schema import resolve
+from envgym.disk import write_atomically
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.training.run import claimed_folder, resume_config
-from envgym.training.run_folder import RunFolder, stage_folders, write_atomically
+from envgym.training.run_folder import RunFolder, stage_folders
 
 
 @pytest.fixture

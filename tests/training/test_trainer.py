@@ -140,7 +140,7 @@ def played(id: str) -> Group:
     """A group as a rollout leaves it, with all that the learner may read of it."""
     task = Task(id, "how many?", answer=(1, "$tuple"), fields={"odd": {1: (2.5, None)}}, difficulty=0.3, seed=7)
     action = Segment("action", [5, 6], [1.0, 0.0], [-0.1, -1 / 3], (VersionSpan(2, 0, 2),), 0.7)
-    row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)], label=(True, 3))
+    row = Row([Segment("prompt", [3, 4]), action], turns=[Turn(1.0, StopReason.LENGTH)])
     return Group(
         id, task, [Episode(f"{id}:{n}", task, Outcome.completed(), [row], reward=n / 3, score=n / 3) for n in range(2)]
     )

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envgym.disk import write_atomically
 from envgym.errors import EnvgymError, MissingDependency
-from envgym.training.run_folder import write_atomically
 
 from .tracker import Story, Tracker
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidStep
+from envgym.hashing import derived_seed
 from envgym.responses import MalformedItem, input_items, messages_of, tool_items
-from envgym.rollout.sampler import derived_seed
 from envgym.types import Message, Observation
 
 from .playing import Playing

@@ -1,0 +1,60 @@
+"""Files and folders that stay whole: one writer at a time, content replaced in one rename, names that outlive a power
+failure."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import RunError
+
+
+@contextlib.contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Keep other processes of this machine out of `folder`; the lock of a process that dies is gone. Raises `RunError`,
+    which says that another `what` is there, where one is."""
+    try:
+        lock = (folder / "lock").open("a")  # which leaves the times of a finished run as they are
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another {what} is writing to {folder}") from None
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content so that a reader sees the old or the new, never a part."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` in one rename at the end; where that fails, `path` stays what it
+    was."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # the disk is full: not with this
+        raise
+
+
+def flush_to_disk(folder: Path, *, deep: bool = True) -> None:
+    """Return once what is in `folder` would survive a power failure: the names in it and, with `deep`, all content."""
+    paths = [folder, *folder.rglob("*")] if deep else [folder]
+    for path in paths:
+        if path.is_symlink():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
