@@ -1,4 +1,4 @@
-"""Short hashes of what was played (code, settings, tasks), by which results are compared, and seeds made by hashing."""
+"""Short hashes of code, tasks and models, by which results are told apart or compared, and seeds made by hashing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .types import Episode, Task
-
-if TYPE_CHECKING:
-    from .env import EnvSpec
+from .types import Task
 
 DIGITS = 16
 """Hexadecimal digits of a fingerprint: 64 bits."""
+PIECE = 2**16
+PIECES = 64
+"""Pieces of a weights file that are read, evenly spaced: training changes every weight, so what is read changes too,
+and a model of hundreds of gigabytes costs no more than a small one."""
+SMALL = 2**24
+"""Bytes of a file that is read whole."""
 
 
 def text_hash(text: str) -> str:
@@ -58,18 +60,32 @@ def task_hash(task: Task) -> str:
     return text_hash(json.dumps([prompt, task.answer, dict(task.fields), task.seed], sort_keys=True, default=str))
 
 
-def first_change(
-    episodes: Iterable[Episode], tasks: Mapping[str, Task], spec: EnvSpec
-) -> tuple[Episode, EnvSpec | None] | None:
-    """The first of `episodes` that was not played on what there is now: with None where its group is posed another of
-    the `tasks` (by group), else with the environment whose code or settings have changed. None where all were."""
-    known: dict[int, dict[str, str]] = {}
-    for episode in episodes:
-        task = tasks.get(episode.group)
-        if task is None or episode.fingerprints.get("task") != task_hash(task):
-            return episode, None
-        part = spec.of(task)
-        now = known.get(id(part)) or known.setdefault(id(part), part.fingerprint())
-        if any(episode.fingerprints.get(name) != value for name, value in now.items()):
-            return episode, part
-    return None
+def model_hash(model: str) -> str | None:
+    """The hash of a model folder's configuration, tokenizer and weights; of a hub id, of what was fetched of it. None
+    where there is no folder: an API's model."""
+    folder = Path(model) if Path(model).is_dir() else _fetched(model)
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".json", ".safetensors", ".bin", ".model", ".jinja"):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= SMALL:
+                digest.update(file.read())
+                continue
+            for piece in range(PIECES):
+                file.seek((size - PIECE) * piece // (PIECES - 1))
+                digest.update(file.read(PIECE))
+    return digest.hexdigest()[:DIGITS]
+
+
+def _fetched(model: str) -> Path | None:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception:  # not installed, no hub id, or nothing of it here
+        return None

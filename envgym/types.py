@@ -355,7 +355,7 @@ class Episode:
     (`score_is_reward`). `answer` is what the policy answered as the environment read it (None: nothing it could read),
     by which majority votes count. `rows` are what is trained on; an episode has more than one only where its context
     was not one growing sequence. `messages` is the conversation, for people. `fingerprints` are hashes of what was
-    played: the environment's `code`, its `spec` and the `task`.
+    played: the environment's `code`, its `spec`, the `task` and, outside training, the weights of the `model`.
     """
 
     id: str

@@ -12,7 +12,7 @@ from .failures import Invocation
 from .parser import Parser, given_settings
 
 if TYPE_CHECKING:
-    from envgym.evaluation.policy import Evaluation
+    from envgym.evaluation.folder import EvalFolder
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -40,19 +40,19 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
-    invocation.folder = evaluation.folder.path
+    invocation.folder = evaluation.path
     display = open_display(evaluation.config, evaluation.suite)
     try:
-        result = run_evaluation(evaluation, display)
+        result = run_evaluation(evaluation, display, retry_failed=options.retry_failed)
     finally:
         display.close()
-    print(evaluation_text(result, evaluation.folder.path))
+    print(evaluation_text(result, evaluation.path))
     if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):
-        raise ConfigError(f"no episode was scored; why each failed is in {evaluation.folder.journal.path}")
+        raise ConfigError(f"no episode was scored; why each failed is in {evaluation.journal.path}")
     return 0
 
 
-def _new(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
+def _new(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
     if options.retry_failed:
         raise ConfigError("--retry-failed goes with --resume NAME")
     if options.model is None:
@@ -64,9 +64,9 @@ def _new(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
     return new_evaluation(given_settings(options, words), suite=options.suite, file=options.config)
 
 
-def _resumed(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
+def _resumed(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
     from envgym.config.schema import RunConfig, parse_words
-    from envgym.evaluation.policy import resumed_evaluation
+    from envgym.evaluation.folder import find_folder
 
     if any((options.suite, options.env, options.model, options.config, options.name)):
         raise ConfigError("an evaluation that goes on has its settings: --resume NAME stands alone")
@@ -74,4 +74,4 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> Evaluation:
     evals_dir = settings.pop("evals_dir", RunConfig.model_fields["evals_dir"].default)
     if settings:
         raise ConfigError(f"an evaluation that goes on has its settings: {next(iter(settings))!r} cannot change")
-    return resumed_evaluation(options.resume, evals_dir, retry_failed=options.retry_failed)
+    return find_folder(options.resume, evals_dir)

@@ -14,7 +14,7 @@ from .failures import Invocation
 from .parser import Parser, resolve_options
 
 if TYPE_CHECKING:
-    from envgym.episodes.generate import Selection
+    from envgym.evaluation.generate import Selection
 
 OF_TRAINING = {"tasks": "--tasks FIRST:LAST", "group_size": "--samples N"}
 """Settings that say how a step of training plays, and what says it here."""
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 
-    from envgym.episodes.generate import collect
+    from envgym.evaluation.generate import collect
     from envgym.monitoring.display import open_display
     from envgym.monitoring.report import aligned
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _selection(options: argparse.Namespace) -> Selection:
-    from envgym.episodes.generate import Selection
+    from envgym.evaluation.generate import Selection
 
     if options.split not in ("train", "test"):
         raise ConfigError(f"--split is train or test, not {options.split!r}")

@@ -12,7 +12,7 @@ from .failures import Invocation
 from .parser import Parser, resolve_options
 
 if TYPE_CHECKING:
-    from envgym.episodes.rescore import Change
+    from envgym.evaluation.rescore import Change
     from envgym.evaluation.statistics import Mean
 
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 
-    from envgym.episodes.rescore import rescore
+    from envgym.evaluation.rescore import rescore
     from envgym.monitoring.display import open_display
     from envgym.monitoring.report import aligned
 

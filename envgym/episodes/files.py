@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from envgym.disk import replacing
 from envgym.errors import ConfigError, DataError, RunError, missing_package
 from envgym.hashing import DIGITS
 from envgym.types import Episode
@@ -87,14 +87,11 @@ def check_target(path: Path, *, overwrite: bool) -> None:
 def write_episodes(path: Path, episodes: Sequence[Episode]) -> None:
     """Write the episodes to a .jsonl or .parquet file, in one rename. Raises `DataError` where that fails; a file that
     was there is then what it was."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
         if path.suffix == ".parquet":
             write_rollouts(path, episodes)
             return
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(episode_line(episode) for episode in episodes)
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from envgym.errors import DataError
 from envgym.types import Episode
@@ -35,17 +34,17 @@ class Journal:
         return found
 
     def judged(self) -> dict[Place, Episode]:
-        """The episodes with the last that was said of them, in the same order."""
+        """The episodes as they were judged last, in the same order."""
         return {(episode.group, episode.member): episode for episode in self._read()}
 
     def episodes(self) -> list[Episode]:
         """The same of a file that may have been joined from several, whose places have one name: an episode is the one
-        before it, judged, where the two are alike in what was said."""
+        before it, judged, where both are the same conversation."""
         found: list[Episode] = []
         last: dict[Place, int] = {}
         for episode in self._read():
             place = (episode.group, episode.member)
-            if place in last and _is_same(found[last[place]], episode):
+            if place in last and _identity(found[last[place]]) == _identity(episode):
                 found[last[place]] = episode
             else:
                 last[place] = len(found)
@@ -86,7 +85,12 @@ class Journal:
                 for number, line in enumerate(file, 1):
                     if not line.endswith("\n") and not _is_whole(line):
                         return  # cut short by a kill
-                    yield _episode(line, self.path, number)
+                    try:
+                        episode = from_record(json.loads(line))
+                    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                        problem = f"this is not an episode ({type(error).__name__}: {error})"
+                        raise DataError(f"{self.path}, line {number}: {problem}") from None
+                    yield episode
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path}, line {number + 1}: it cannot be read ({error})") from None
 
@@ -96,27 +100,14 @@ def episode_line(episode: Episode) -> str:
     return json.dumps(to_record(episode), default=str) + "\n"
 
 
-def _is_same(one: Episode, other: Episode) -> bool:
-    return (one.id, one.task.key, one.seconds, one.messages) == (
-        other.id,
-        other.task.key,
-        other.seconds,
-        other.messages,
-    )
+def _identity(episode: Episode) -> tuple[object, ...]:
+    return episode.id, episode.task.key, episode.seconds, episode.messages
 
 
 def _is_whole(last: str | bytes) -> bool:
-    """Whether a last line lacks only its end, as editors leave it."""
+    """True where a last line lacks only its end, as editors leave it."""
     try:
         json.loads(last)
     except ValueError:
         return False
     return True
-
-
-def _episode(line: str, path: Path, number: int) -> Episode:
-    try:
-        record: Any = json.loads(line)
-        return from_record(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}, line {number}: this is not an episode ({type(error).__name__}: {error})") from None

@@ -77,12 +77,12 @@ class Comparison:
         # Where all tasks of one environment differ alike its error is 0, which is not how sure anything is.
         if not any(math.isnan(env.paired.detectable) for env in weighed):
             detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr
-        said = mean.as_dict()
+        summary = mean.as_dict()
         counts = ("better", "worse", "equal", "only_a", "only_b")
         return {
-            "difference": said["score"],
-            "ci95": said["ci95"],
-            "stderr": said["stderr"],
+            "difference": summary["score"],
+            "ci95": summary["ci95"],
+            "stderr": summary["stderr"],
             "p_value": sign_flip(totals, 0),
             "detectable": detectable,
             "n_tasks": mean.n,
@@ -133,8 +133,8 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
 
 
 def _names(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
-    """Which environment of A is which of B: those of one name. Where there is one each, they are the same one whatever
-    they are called (`my.py`, `./my.py`)."""
+    """The environments of A with their names in B: those of one name. Where there is one each, they are the same one
+    whatever they are called (`my.py`, `./my.py`)."""
     names = {name: name for name in results[0]["envs"] if name in results[1]["envs"]}
     single = [[name for name, env in result["envs"].items() if env["weight"]] for result in results]
     if [len(names_) for names_ in single] == [1, 1] and single[0] != single[1]:
@@ -159,9 +159,9 @@ def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], n
         changed = [word for word, key in DESCRIBED if x["fingerprints"][key] != y["fingerprints"][key]]
         if changed:
             notes.append(f"{name}: the environment has other {' and '.join(changed)} in the two")
-        for key, says in PLAYED.items():
+        for key, difference in PLAYED.items():
             if x[key] != y[key]:
-                notes.append(f"{name}: {says}")
+                notes.append(f"{name}: {difference}")
         if x["weight"] != y["weight"]:
             notes.append(f"{name}: its weights differ ({x['weight']:g} and {y['weight']:g}); that of A counts")
     if one["fingerprints"]["model"] == other["fingerprints"]["model"] is not None:
@@ -190,14 +190,14 @@ def _gives_rewards_alone(episodes: Sequence[Episode]) -> bool:
 
 
 def _clusters(episodes: Sequence[Episode], name: str | None) -> dict[str, str]:
-    """The cluster of each problem: its task or, with `name`, what that field of the task says."""
+    """The cluster of each problem: its task or, with `name`, the value of that field of the task."""
     if name is None:
         return {_key(episode): episode.task.key for episode in episodes}
     return {_key(episode): str(episode.task.fields.get(name, episode.task.key)) for episode in episodes}
 
 
 def _key(episode: Episode) -> str:
-    """What is the same problem: the task, what it says, and the seed it was posed with."""
+    """Identity of a problem: the content of the task, the seed it was posed with, and its key."""
     return f"{episode.fingerprints.get('task', '')}@{episode.seed}@{episode.task.key}"
 
 
@@ -206,5 +206,5 @@ def _task(key: str) -> str:
 
 
 def _mostly(scores: Sequence[float], threshold: float) -> bool:
-    """Whether at least half of the episodes were successes."""
+    """At least half of the episodes were successes."""
     return sum(score >= threshold - 1e-9 for score in scores) * 2 >= len(scores)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
 from envgym.config.recipes import read_yaml
-from envgym.disk import locked, write_atomically
-from envgym.episodes.journal import Journal, episode_line
-from envgym.errors import RunError
+from envgym.config.schema import RunConfig
+from envgym.disk import write_atomically
+from envgym.episodes.journal import episode_line
+from envgym.errors import ConfigError, RunError
 from envgym.types import Episode
 
 from .plan import Part
+from .resumable import ResumableFolder
 
 
-class EvalFolder:
+class EvalFolder(ResumableFolder):
     """The files of one evaluation.
 
     config.yaml      every environment with its resolved settings
@@ -31,15 +32,20 @@ class EvalFolder:
     logs/            the output of every child process
     """
 
+    command = "envgym eval"
+
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
+        self.disposable = False
         self.config_file = path / "config.yaml"
-        self.journal = Journal(path / "episodes.jsonl")
         self.result_file = path / "result.json"
         self.csv_file = path / "result.csv"
         self.inspect = path / "inspect"
+        self.suite: str | None = None
+        """The name of the suite that is played; None where it is one environment."""
+        self._parts: list[dict[str, Any]] = []
 
-    def create(self, parts: Sequence[Part], settings: Mapping[str, Any]) -> None:
+    def create(self, parts: Sequence[Part], suite: str | None) -> None:
         """Make the folder. Raises `RunError` where it exists or cannot be made."""
         if self.path.exists():
             raise RunError(
@@ -49,41 +55,37 @@ class EvalFolder:
             self.path.mkdir(parents=True)
         except OSError as error:
             raise RunError(f"evaluation folder {self.path} cannot be made: {error.strerror}") from None
-        saved = {**settings, "parts": [part.as_dict() for part in parts]}
+        self.suite, self.parts, self.disposable = suite, list(parts), True
+        saved = {"suite": suite, "parts": [part.model_dump(mode="json") for part in parts]}
         write_atomically(self.config_file, yaml.safe_dump(saved, sort_keys=False))
 
-    def remove_stillborn(self) -> bool:
-        """Delete the folder where no episode ended: nothing in it is worth a name. Whether that was so.
-
-        Where a process has failed, an error names its log, and the folder stays.
-        """
-        if self.journal.played():
-            return False
-        if not any(path.stat().st_size for path in (self.path / "logs").glob("*")):
-            shutil.rmtree(self.path, ignore_errors=True)
-        return True
-
-    def read_config(self) -> dict[str, Any]:
-        """What `create` was given. Raises `RunError` where this is no evaluation's folder."""
+    def load(self) -> Self:
+        """Read what `create` was given. Raises `RunError` where this is not the folder of an evaluation."""
         saved = read_yaml(self.config_file)
         if not isinstance(saved.get("parts"), list) or not saved["parts"]:
             raise RunError(f"{self.path} is not the folder of an evaluation")
-        return saved
+        self.suite, self._parts = saved.get("suite"), saved["parts"]
+        return self
 
+    @functools.cached_property
     def parts(self) -> list[Part]:
-        """The parts that `create` was given. Raises `RunError` where they cannot be read."""
+        """The parts that are played, all by one model. Raises `RunError` where they cannot be read."""
         try:
-            return [Part.from_dict(part) for part in self.read_config()["parts"]]
-        except (KeyError, TypeError, ValueError) as error:
+            return [Part(**part) for part in self._parts]
+        except (TypeError, ValueError) as error:
             raise RunError(f"{self.config_file} is damaged ({type(error).__name__}): start a new evaluation") from None
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the first part, whose model and engine are those of all."""
+        return self.parts[0].config
 
     @property
     def how_to_go_on(self) -> str:
         return f"go on with: envgym eval --resume {self.path}"
 
-    def held(self) -> AbstractContextManager[None]:
-        """Nobody else evaluates here meanwhile. Raises `RunError` where somebody does."""
-        return locked(self.path, "envgym eval")
+    def differs(self, how: str) -> None:
+        raise ConfigError(f"{self.path} holds episodes that {how}: start a new evaluation")
 
     def write_journal(self, episodes: Iterable[Episode]) -> None:
         """Let the journal hold these and no others, in one rename."""
@@ -93,7 +95,7 @@ class EvalFolder:
         write_atomically(self.result_file, json.dumps(result, indent=2) + "\n")
 
     def read_result(self) -> dict[str, Any] | None:
-        """What `write_result` was given last. Raises `RunError` where it is not an evaluation's."""
+        """The result that was written last, if any. Raises `RunError` where it is not an evaluation's."""
         if not self.result_file.exists():
             return None
         try:
@@ -111,6 +113,5 @@ def find_folder(given: str, evals_dir: str) -> EvalFolder:
     """The evaluation that a name or a folder means. Raises `RunError` where there is none."""
     for path in (Path(given), Path(evals_dir) / given):
         if (path / "config.yaml").is_file():
-            EvalFolder(path).read_config()
-            return EvalFolder(path)
+            return EvalFolder(path).load()
     raise RunError(f"there is no evaluation {given!r} in {evals_dir}/, and no such folder")

@@ -21,7 +21,7 @@ Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
 
 
 def has_held_out(spec: EnvSpec, *, needed: bool) -> bool:
-    """Whether there is something to evaluate on. Raises `EnvgymError` where it is `needed` and is not there."""
+    """True where there is something to evaluate on. Raises `EnvgymError` where it is `needed` and is not there."""
     try:
         is_there = spec.tasks("test").size != 0
     except EnvgymError:
@@ -63,7 +63,7 @@ class HeldOut:
         return {**result_of(groups), "greedy": True}
 
     async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
-        """What the learner says of held-out recorded episodes, from the actor's scores of them."""
+        """The learner's metrics of held-out recorded episodes, from the actor's scores of them."""
         groups = await self._play(await self.tasks(), Play("eval", self._sampling, 1))
         rows = learner.prepare(groups)
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}

@@ -1,6 +1,8 @@
-"""An evaluation as a log of inspect_ai, which `inspect view` shows and `read_eval_log` reads.
+"""An evaluation as logs of inspect_ai, which `inspect view` shows and `read_eval_log` reads.
 
-The format is version 2 of inspect_ai's `EvalLog` as JSON, one environment a file. Nothing here imports inspect_ai.
+The format is version 2 of inspect_ai's `EvalLog` as JSON, one environment a file. Nothing here imports inspect_ai: it
+would bring some thirty packages and older pins into every installation that evaluates, and those who look at logs can
+have it in an environment of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +26,45 @@ LIMITS = {"turns": "turn", "tokens": "token", "length": "token", "context": "con
 """Ours of the limits that inspect_ai has a name for; the others are `custom`."""
 STOP_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "max_tokens"}
 SETTINGS = ("env", "split", "weight", "cluster", "samples", "sampling", "fingerprints")
-"""What of an environment's result says how it was played."""
+"""Keys of an environment's result that describe how it was played."""
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
 def write_inspect_logs(folder: Path, result: Mapping[str, Any], groups: Mapping[str, Sequence[Group]]) -> None:
-    """Write a log for each environment of an evaluation into `folder`: its `result`, and the groups it played."""
+    """Write a log for each environment of an evaluation into `folder`: of its `result`, and the groups it played."""
     folder.mkdir(exist_ok=True)
-    of_all = {name: result[name] for name in ("suite", "seed")}
-    for name, env in result["envs"].items():
-        log = inspect_log(
-            [episode for group in groups[name] for episode in group.episodes],
-            env=name,
-            model=result["model"],
-            created=result["began"],
-            completed=datetime.now(UTC).isoformat(timespec="seconds"),
-            metrics=inspect_metrics(env),
-            sampling=env["sampling"],
-            settings=of_all | {key: env[key] for key in SETTINGS},
-            version=result["fingerprints"]["envgym"],
-        )
-        write_atomically(folder / log_name(name, result["began"]), json.dumps(log, allow_nan=False) + "\n")
+    for env in result["envs"]:
+        log = inspect_log(env, result, groups[env])
+        write_atomically(folder / log_name(env, result["began"]), json.dumps(log, allow_nan=False) + "\n")
 
 
-def inspect_log(
-    episodes: Iterable[Episode],
-    *,
-    env: str,
-    model: str,
-    created: str,
-    completed: str,
-    metrics: Mapping[str, float | None],
-    sampling: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    version: str,
-) -> dict[str, Any]:
-    """The log of one environment's evaluation, as JSON's own types.
+def inspect_log(env: str, result: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
+    """The log of one environment of an evaluation, as JSON's own types; `result` is the evaluation's.
 
     An episode is a sample: its id is the task's key, its epoch the member's number from 1 (further on where an
     evaluation asked the task again). A failed one has an `error` and no score, which inspect_ai leaves out of its
     metrics as we do; one without a score has none either; a truncated one says which `limit` it met, with what it had
-    used by then. `metrics` are what the evaluation reports (`inspect_metrics`), the first of them in front; None are
-    left out. The model is named as one of no API, `none/MODEL`; the metadata has its own name. `created` and
-    `completed` are ISO 8601 times with a zone. `sampling` are those of `SAMPLING` that were set; `settings` are kept as
-    metadata, `version` is envgym's. Write the log with its keys in the order they have.
+    used by then. The model is named as one of no API, `none/MODEL`; the metadata has its own name. Write the log with
+    its keys in the order they have.
     """
-    settings, model = {**settings, "model": model}, f"{API}/{model}"
-    played = sorted(episodes, key=lambda episode: (episode.group, episode.member))
+    of_env, created, model = result["envs"][env], result["began"], f"{API}/{result['model']}"
+    settings = {name: result[name] for name in ("suite", "seed", "model")} | {name: of_env[name] for name in SETTINGS}
+    played = sorted(
+        (episode for group in groups for episode in group.episodes), key=lambda episode: (episode.group, episode.member)
+    )
     samples = [_sample(episode, epoch, model, created) for episode, epoch in _epochs(played)]
     scored: dict[str, list[float]] = {}
     for episode in played:
         of_task = scored.setdefault(episode.task.key, [])
         if not episode.failed and episode.score is not None:
             of_task.append(episode.score)
-    usage = {model: _sum(sample["output"]["usage"] for sample in samples)}
-    identity = uuid.uuid5(uuid.NAMESPACE_URL, f"envgym:{created}:{env}:{model}").hex
-    config = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
+    usage = Counter({"input_tokens": 0, "output_tokens": 0, "total_tokens": 0})
+    for sample in samples:
+        usage.update(sample["output"]["usage"])
+    identity = _uuid(created, env, model)
+    config = {name: value for name in SAMPLING if (value := of_env["sampling"].get(name)) is not None}
+    metrics = {name: value for name, value in inspect_metrics(of_env).items() if value is not None}
+    of_scorer = {"name": SCORER, "scorer": SCORER, "reducer": "mean"}
     return {  # in this order, for inspect_ai reads a log's header up to its samples
         "version": 2,
         "status": "success",
@@ -88,7 +73,7 @@ def inspect_log(
             "run_id": identity,
             "created": created,
             "task": env,
-            "task_id": _task_id(env),
+            "task_id": _uuid(env),
             "task_version": 0,
             "dataset": {"name": env, "samples": len(scored), "sample_ids": list(scored), "shuffled": False},
             "model": model,
@@ -99,7 +84,7 @@ def inspect_log(
                 "fail_on_error": False,
                 "log_samples": True,
             },
-            "packages": {"envgym": version},
+            "packages": {"envgym": result["fingerprints"]["envgym"]},
             "metadata": _plain(settings),
         },
         "plan": {"name": "plan", "steps": [], "config": config},
@@ -108,18 +93,14 @@ def inspect_log(
             "completed_samples": sum("error" not in sample for sample in samples),
             "scores": [
                 {
-                    "name": SCORER,
-                    "scorer": SCORER,
-                    "reducer": "mean",
+                    **of_scorer,
                     "scored_samples": sum(map(bool, scored.values())),
                     "unscored_samples": sum(not values for values in scored.values()),
-                    "metrics": {
-                        name: {"name": name, "value": value} for name, value in metrics.items() if value is not None
-                    },
+                    "metrics": {name: {"name": name, "value": value} for name, value in metrics.items()},
                 }
             ],
         },
-        "stats": {"started_at": created, "completed_at": completed, "model_usage": usage},
+        "stats": {"started_at": created, "completed_at": result["ended"], "model_usage": {model: dict(usage)}},
         "samples": samples,
         "reductions": [
             {
@@ -134,8 +115,8 @@ def inspect_log(
 
 
 def inspect_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics of one environment's result (`envgym.evaluation.result.result_of`) under inspect_ai's names where it
-    has them."""
+    """The metrics of one environment's result (`envgym.evaluation.result.result_of`), the first of them in front, under
+    inspect_ai's names where it has them."""
     low, high = result["ci95"] or (None, None)
     metrics = {"mean": result["score"], "stderr": result["stderr"], "ci95_low": low, "ci95_high": high}
     metrics["success_rate"] = result["success"]["rate"]
@@ -147,11 +128,11 @@ def inspect_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
 def log_name(env: str, created: str) -> str:
     """The name of the log's file; inspect_ai takes JSON for a log only under such a name: `TIME_TASK_ID.json`."""
     time, task = re.sub(r"[^0-9T+-]", "-", created), re.sub(r"[^\w.-]|_", "-", env)
-    return f"{time}_{task}_{_task_id(env)}.json"
+    return f"{time}_{task}_{_uuid(env)}.json"
 
 
-def _task_id(env: str) -> str:
-    return uuid.uuid5(uuid.NAMESPACE_URL, f"envgym:{env}").hex
+def _uuid(*of: str) -> str:
+    return uuid.uuid5(uuid.NAMESPACE_URL, ":".join(["envgym", *of])).hex
 
 
 def _epochs(played: Sequence[Episode]) -> list[tuple[Episode, int]]:
@@ -166,7 +147,8 @@ def _epochs(played: Sequence[Episode]) -> list[tuple[Episode, int]]:
 
 
 def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str, Any]:
-    task, outcome = episode.task, episode.outcome
+    task, outcome, usage = episode.task, episode.outcome, _usage(episode)
+    prompt = task.prompt if isinstance(task.prompt, str) else ""
     messages = episode.messages or list(() if isinstance(task.prompt, str) else task.prompt)
     asked = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
     written = [
@@ -174,22 +156,16 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
         for index, message in enumerate(messages)
     ]
     turns = [turn for row in episode.rows for turn in row.turns]
-    usage = _usage(episode)
     sample: dict[str, Any] = {
-        "uuid": uuid.uuid5(uuid.NAMESPACE_URL, f"envgym:{created}:{episode.env}:{episode.id}").hex,
+        "uuid": _uuid(created, episode.env, episode.id),
         "id": task.key,
         "epoch": epoch,
-        "input": written[:asked] or (task.prompt if isinstance(task.prompt, str) else ""),
+        "input": written[:asked] or prompt,
         "target": _text(task.answer),
         "messages": written,
         "output": {"model": model, "choices": _choices(written, turns), "usage": usage, "time": episode.seconds},
         "metadata": {
-            "env": episode.env,
-            "group": episode.group,
-            "member": episode.member,
-            "seed": episode.seed,
-            "attempt": episode.attempt,
-            "reward": episode.reward,
+            **{name: getattr(episode, name) for name in ("env", "group", "member", "seed", "attempt", "reward")},
             "status": outcome.status.value,
             "reason": outcome.reason,
             "difficulty": task.difficulty,
@@ -203,8 +179,8 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
         "turn_count": len(turns),
     }
     if episode.failed:
-        said = f"{outcome.reason}: {outcome.message}" if outcome.message else outcome.reason
-        sample["error"] = {"message": said, "traceback": said, "traceback_ansi": said}
+        problem = f"{outcome.reason}: {outcome.message}" if outcome.message else outcome.reason
+        sample["error"] = {"message": problem, "traceback": problem, "traceback_ansi": problem}
     elif episode.score is not None:
         sample["scores"] = {SCORER: _score(episode)}
     if outcome.status is Status.TRUNCATED:
@@ -216,11 +192,11 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
 
 
 def _score(episode: Episode) -> dict[str, Any]:
-    said = [] if episode.reward is None else [f"reward {episode.reward:g}"]
-    said += [f"{name} {value:g}" for name, value in episode.metrics.items()]
+    lines = [] if episode.reward is None else [f"reward {episode.reward:g}"]
+    lines += [f"{name} {value:g}" for name, value in episode.metrics.items()]
     if episode.outcome.status is Status.TRUNCATED:
-        said.append(f"truncated: {episode.outcome.reason}")
-    return {"value": episode.score, "answer": episode.answer, "explanation": "\n".join(said) or None}
+        lines.append(f"truncated: {episode.outcome.reason}")
+    return {"value": episode.score, "answer": episode.answer, "explanation": "\n".join(lines) or None}
 
 
 def _message(message: Message, id: str, source: str | None) -> dict[str, Any]:
@@ -246,7 +222,7 @@ def _message(message: Message, id: str, source: str | None) -> dict[str, Any]:
 
 
 def _choices(written: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> list[dict[str, Any]]:
-    """The last thing the policy said and why it stopped there; nothing where it never spoke."""
+    """The last answer of the policy and why it stopped there; nothing where it gave none."""
     last = next((message for message in reversed(written) if message.get("source") == "generate"), None)
     if last is None:
         return []
@@ -268,13 +244,6 @@ def _usage(episode: Episode) -> dict[str, int]:
         read = int(episode.metrics.get("prompt_tokens", 0))
         sampled = int(episode.metrics.get("completion_tokens", 0))
     return {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
-
-
-def _sum(usages: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
-    for usage in usages:
-        total = {name: total[name] + usage[name] for name in total}
-    return total
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,15 @@ from operator import getitem
 from statistics import fmean
 from typing import Any
 
-from .statistics import cluster_sums, clustered_interval, degrees_of_freedom, t_quantile, t_quantile_975
+from .statistics import (
+    cluster_sums,
+    clustered_interval,
+    degrees_of_freedom,
+    known,
+    known_interval,
+    t_quantile,
+    t_quantile_975,
+)
 
 ENUMERATED = 16
 """Up to so many clusters that differ, all ways to flip their signs are gone through."""
@@ -60,15 +68,12 @@ class Paired:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which knows no NaN: None stands for what there is no number for."""
-        numbers = {
-            "difference": self.mean,
-            "stderr": self.stderr,
-            "p_value": self.p_value,
-            "detectable": self.detectable,
-        }
         return {
-            **{name: None if math.isnan(value) else value for name, value in numbers.items()},
-            "ci95": None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high],
+            "difference": known(self.mean),
+            "ci95": known_interval(self.low, self.high),
+            "stderr": known(self.stderr),
+            "p_value": known(self.p_value),
+            "detectable": known(self.detectable),
             "n_tasks": self.n,
             "n_clusters": self.n_clusters,
             "better": self.better,

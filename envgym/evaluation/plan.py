@@ -1,11 +1,12 @@
-"""What an evaluation will do: every environment with its settings resolved as a run's would be."""
+"""Parts of an evaluation: every environment with its settings resolved as a run's would be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from envgym.config.schema import RunConfig, StageConfig, merge, resolve
 from envgym.engines.base import SamplingParams
@@ -17,8 +18,7 @@ from .suite import Sampling, Suite, SuiteEnv
 GREEDY = "greedy"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(BaseModel):
     """One environment of an evaluation: how the suite wants it, and the configuration that comes of it."""
 
     name: str
@@ -34,22 +34,11 @@ class Part:
         return self.env.samples or 1
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How one turn is sampled. Greedily, nothing else is left to choose."""
+        """Sampling parameters of one turn. Greedily, nothing else is left to choose."""
         sampling = sampling_of(self.stage, stop_token_ids)
         if self.env.sampling.temperature != 0:
             return sampling
         return SamplingParams(sampling.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "env": self.env.model_dump(mode="json"),
-            "config": self.config.model_dump(mode="json"),
-        }
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Part:
-        return cls(saved["name"], SuiteEnv(**saved["env"]), RunConfig(**saved["config"]))
 
 
 def parts_of_suite(
@@ -80,11 +69,11 @@ def parts_of_suite(
             config = resolve(merge(of_suite, settings), recipe=recipe, file=file)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-        asked = settings.get("eval", {})
-        told = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in asked}
+        given = settings.get("eval", {})
+        own = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in given}
         if greedy or "temperature" in settings.get("rollout", {}):
-            told["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
-        parts.append(Part(name, item.model_copy(update=told), config))
+            own["sampling"] = item.sampling.model_copy(update={"temperature": 0.0 if greedy else None})
+        parts.append(Part(name=name, env=item.model_copy(update=own), config=config))
     return parts
 
 
@@ -97,16 +86,16 @@ def parts_of_env(
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})
-    parts = [Part(stage.env.name, sampled.model_copy(update=how), config)]
+    parts = [Part(name=stage.env.name, env=sampled.model_copy(update=how), config=config)]
     if stage.eval.greedy and not greedy:
         greedily = {"samples": 1, "weight": 0.0, "sampling": Sampling(temperature=0.0)}
-        parts.append(Part(GREEDY, sampled.model_copy(update=greedily), config))
+        parts.append(Part(name=GREEDY, env=sampled.model_copy(update=greedily), config=config))
     return parts
 
 
 def _greedily(settings: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
-    """Whether the caller wants the likeliest tokens (`rollout.temperature=0`), and the settings without that, which a
-    run cannot have."""
+    """True where the caller wants the likeliest tokens (`rollout.temperature=0`), and the settings without that, which
+    a run cannot have."""
     rollout = settings.get("rollout")
     if not isinstance(rollout, Mapping) or isinstance(rollout.get("temperature"), bool):
         return False, settings

@@ -1,8 +1,7 @@
-"""What evaluated episodes amount to: scores with their intervals, and what was left out of them."""
+"""Results of evaluated episodes: scores with their intervals, and what was left out of them."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,14 +11,14 @@ from typing import Any
 from envgym.monitoring.metrics import percentile
 from envgym.types import Episode, Group, Status
 
-from .statistics import Mean, clustered_mean, majority_at_k, pass_at_k, pass_hat_k, within_between_variance
+from .statistics import Mean, clustered_mean, known, majority_at_k, pass_at_k, pass_hat_k, within_between_variance
 
 Values = Mapping[str, Sequence[float]]
 """Numbers of episodes, by their group."""
 
 
 def result_of(groups: Sequence[Group], *, success: float = 1.0, cluster: str | None = None) -> dict[str, Any]:
-    """What the groups of one environment amount to, as JSON's own types. A number that there is none of is None.
+    """Result of the groups of one environment, as JSON's own types. None stands for a number that does not exist.
 
     score, ci95, stderr, n_tasks: the mean of the tasks' mean scores, its 95% interval and standard error, and the
       tasks that have a score. Errors are clustered by task or, with `cluster`, by that field of the tasks.
@@ -59,7 +58,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "success": {"threshold": success, "rate": rate["score"], "ci95": rate["ci95"]},
         **_at_k(groups, scores, successes),
         "tasks_at_k": {str(k): sum(len(won) >= k for won in successes.values()) for k in ks(_samples(groups))},
-        "variance": {name: _known(value) for name, value in asdict(within_between_variance(scores)).items()},
+        "variance": {name: known(value) for name, value in asdict(within_between_variance(scores)).items()},
         "n_episodes": len(episodes),
         "failures": dict(Counter(episode.outcome.reason for episode in episodes if episode.failed)),
         "unscored": sum(episode.score is None for episode in finished),
@@ -103,7 +102,7 @@ def _by_group(groups: Sequence[Group], what: str) -> dict[str, list[float]]:
 
 
 def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
-    """The cluster of each group: its task, which may come twice, or what the tasks' `field` says."""
+    """The cluster of each group: its task, which may come twice, or the value of the tasks' `field`."""
     if field is None:
         return {group.id: group.task.key for group in groups}
     return {group.id: str(group.task.fields.get(field, group.task.key)) for group in groups}
@@ -142,10 +141,6 @@ def _metrics(finished: Sequence[Episode]) -> dict[str, float]:
 def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(values)
     return {"p50": percentile(ordered, 0.5), "p95": percentile(ordered, 0.95)} if ordered else None
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -13,7 +13,16 @@ from typing import Literal
 Method = Literal["t", "wilson", "mover", "none"]
 
 WORKING_CORRELATION = 0.25
-"""How much the scores of two tasks of a cluster are taken to correlate, where that matters (`degrees_of_freedom`)."""
+"""Assumed correlation of the scores of two tasks of a cluster (`degrees_of_freedom`)."""
+
+
+def known(number: float) -> float | None:
+    """The number, or None for NaN, which JSON does not have."""
+    return None if math.isnan(number) else number
+
+
+def known_interval(low: float, high: float) -> list[float] | None:
+    return None if math.isnan(low) or math.isnan(high) else [low, high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +44,13 @@ class Mean:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, which knows no NaN: None stands for what there is no number for."""
-        score, stderr = (None if math.isnan(number) else number for number in (self.score, self.stderr))
-        interval = None if math.isnan(self.low) or math.isnan(self.high) else [self.low, self.high]
-        return {"score": score, "ci95": interval, "stderr": stderr, "n_tasks": self.n}
+        interval = known_interval(self.low, self.high)
+        return {"score": known(self.score), "ci95": interval, "stderr": known(self.stderr), "n_tasks": self.n}
 
 
 @dataclass(frozen=True, slots=True)
 class Variances:
-    """How scores vary: `within` a task (between repeats of it) and `between` tasks (of their true means).
+    """Variance of scores `within` a task (between repeats of it) and `between` tasks (of their true means).
 
     The mean over n tasks with m repeats each has the variance (between + within / m) / n. NaN where too little was
     repeated to tell.
@@ -173,7 +181,7 @@ def _check(n: int, c: int, k: int) -> None:
 
 
 def majority_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float | None:
-    """What the most frequent of k answers scores in expectation, by all k-subsets of a task's episodes. None when there
+    """Expected score of the most frequent of k answers, by all k-subsets of a task's episodes. None when there
     are fewer than k.
 
     Episode i answered `answers[i]` and scored `scores[i]`; episodes with one answer share the mean of their scores,

@@ -22,7 +22,7 @@ STANDARD = "standard"
 
 
 class Sampling(Settings):
-    """What a suite samples with; what is unset is the run's (`rollout.…`)."""
+    """Sampling parameters of a suite; what is unset is the run's (`rollout.…`)."""
 
     temperature: float | None = Field(None, ge=0)
     """0 is greedy."""
@@ -38,7 +38,7 @@ class SuiteEnv(Settings):
     """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
     agent: ComponentField = Component(name=AUTO)
     data: dict[str, Any] = Field(default_factory=dict)
-    """What gives the environment its tasks, as in a run."""
+    """Source of the environment's tasks, as in a run."""
     split: str = "test"
     """Split whose first tasks are played."""
     tasks: int | None = Field(None, ge=1)
@@ -47,11 +47,11 @@ class SuiteEnv(Settings):
     """Episodes of each task."""
     sampling: Sampling = Sampling()
     weight: float = Field(1.0, ge=0)
-    """What its score counts in the suite's; with 0 it is only shown."""
+    """Weight of its score in the suite's; with 0 it is only shown."""
     success: float = Field(1.0, gt=0, le=1)
     """A score of at least this is a success: for the success rate, pass@k and pass^k."""
     cluster: str | None = None
-    """Field of the tasks that says which belong together (questions about one text): their errors are not
+    """Field of the tasks that those share which belong together (questions about one text): their errors are not
     independent, and the interval is by these clusters."""
 
 
@@ -71,7 +71,7 @@ class Suite(Settings):
     sizes: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Tasks of each environment by the name of a size; one is chosen by `--suite NAME:SIZE`."""
     tasks: int | None = Field(None, ge=1)
-    """Tasks of each environment, where no size says."""
+    """Tasks of each environment, where there are no sizes."""
     samples: int = Field(1, ge=1)
     """Episodes of each task."""
     sampling: Sampling = Sampling()
@@ -94,7 +94,7 @@ class Suite(Settings):
         return self
 
     def of_size(self, size: str | None) -> dict[str, SuiteEnv]:
-        """The environments with everything that the suite says written into each. Raises `ConfigError` for a size
+        """The environments with the suite's own settings written into each. Raises `ConfigError` for a size
         that the suite has not."""
         if size is not None and size not in self.sizes:
             sizes = ", ".join(self.sizes) or "none"

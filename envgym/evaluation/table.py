@@ -1,7 +1,9 @@
-"""What `envgym eval` prints: a table of the environments, the suite's score, and what was left out."""
+"""Tables of an evaluation's result: what `envgym eval` prints, and `result.csv`."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def by_reward(env: Mapping[str, Any]) -> bool:
-    """Whether an environment's episodes have rewards alone, which are no scores."""
+    """True where an environment's episodes have rewards alone, which are no scores."""
     return env["score"] is None and "reward" in env and env["reward"]["score"] is not None
 
 
@@ -108,3 +110,43 @@ def _number(value: float | None) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if part else ""
+
+
+def csv_table(result: Mapping[str, Any]) -> str:
+    """A line for each environment, as CSV."""
+    rows = [_csv_row(name, env) for name, env in result["envs"].items()]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _csv_row(name: str, env: Mapping[str, Any]) -> dict[str, Any]:
+    low, high = env["ci95"] or (None, None)
+    seconds = env["seconds"] or {}
+    return {
+        "env": name,
+        "weight": env["weight"],
+        "score": env["score"],
+        "reward": env.get("reward", env)["score"],
+        "ci95_low": low,
+        "ci95_high": high,
+        "stderr": env["stderr"],
+        "success_rate": env["success"]["rate"],
+        "n_tasks": env["n_tasks"],
+        "n_episodes": env["n_episodes"],
+        "failed": sum(env["failures"].values()),
+        "unscored": env["unscored"],
+        "truncated": env["truncated"],
+        **{
+            f"{kind}={k}": value
+            for kind in ("pass@k", "pass^k", "majority@k")
+            for k, value in env.get(kind, {}).items()
+        },
+        "tokens": env["tokens"],
+        "turns": env["turns"],
+        "seconds_p50": seconds.get("p50"),
+        "seconds_p95": seconds.get("p95"),
+    }

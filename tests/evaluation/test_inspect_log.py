@@ -15,13 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from envgym.evaluation.inspect_log import inspect_log, inspect_metrics, log_name, write_inspect_logs
+from envgym.evaluation.inspect_log import inspect_log, log_name, write_inspect_logs
 from envgym.evaluation.result import result_of
 from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, TextPart, ToolCall, Turn
 
 INSPECT = "inspect-ai==0.3.285"
 CREATED, COMPLETED = "2026-01-02T03:04:05+00:00", "2026-01-02T03:14:05+00:00"
-SETTINGS = {"env": {"name": "shop-v0"}, "split": "test", "samples": 2, "nothing": float("nan")}
+PLAYED = {
+    "env": {"name": "shop-v0", "nothing": float("nan")},
+    "split": "test",
+    "weight": 1.0,
+    "cluster": None,
+    "samples": 2,
+    "sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64, "stop_token_ids": [1]},
+    "fingerprints": {"spec": "s"},
+}
 
 
 def row(*lengths, last=StopReason.STOP):
@@ -105,18 +113,21 @@ def all_kinds():
     return [Group(of[0].group, of[0].task, of) for of in groups]
 
 
+def result_with(**groups):
+    """The result of an evaluation that played these groups, by environment."""
+    return {
+        "suite": "smoke",
+        "seed": 42,
+        "model": "models/starter",
+        "began": CREATED,
+        "ended": COMPLETED,
+        "fingerprints": {"model": "m", "envgym": "0.1.0"},
+        "envs": {name: {**result_of(of), **PLAYED} for name, of in groups.items()},
+    }
+
+
 def log_of(groups, env="shop-v0"):
-    return inspect_log(
-        [episode for group in groups for episode in group.episodes],
-        env=env,
-        model="models/starter",
-        created=CREATED,
-        completed=COMPLETED,
-        metrics=inspect_metrics(result_of(groups)),
-        sampling={"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64, "stop_token_ids": [1]},
-        settings=SETTINGS,
-        version="0.1.0",
-    )
+    return inspect_log(env, result_with(**{env: groups}), groups)
 
 
 def by_sample(log):
@@ -200,7 +211,7 @@ def test_results_are_the_evaluation_s_own():
         {"sample_id": "dairy/milk", "value": 0.25},
     ]
     assert log["eval"]["model_generate_config"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 64}
-    assert log["eval"]["metadata"]["nothing"] is None
+    assert log["eval"]["metadata"]["env"]["nothing"] is None
     assert log["stats"]["model_usage"]["none/models/starter"]["output_tokens"] == 5 + 5 + 6 + 4 + 2 + 9
 
 
@@ -229,23 +240,7 @@ def test_the_file_s_name_is_one_that_inspect_takes_for_a_log():
 
 def test_an_evaluation_leaves_a_log_for_each_environment(tmp_path):
     groups = {"shop": all_kinds(), "dairy, greedy": all_kinds()[2:3]}
-    played = {
-        "env": {"name": "shop-v0"},
-        "split": "test",
-        "weight": 1.0,
-        "cluster": None,
-        "samples": 2,
-        "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_tokens": 64},
-        "fingerprints": {"spec": "s"},
-    }
-    result = {
-        "suite": "smoke",
-        "seed": 42,
-        "model": "models/starter",
-        "began": CREATED,
-        "fingerprints": {"model": "m", "envgym": "0.1.0"},
-        "envs": {name: {**result_of(of), **played} for name, of in groups.items()},
-    }
+    result = result_with(**groups)
     for _ in range(2):  # an evaluation that is asked for again writes the same files
         write_inspect_logs(tmp_path / "inspect", result, groups)
     files = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "inspect").iterdir()}
@@ -253,9 +248,10 @@ def test_an_evaluation_leaves_a_log_for_each_environment(tmp_path):
     log = files[log_name("shop", CREATED)]
     assert len(log["samples"]) == 8
     assert log["results"]["scores"][0]["metrics"]["mean"]["value"] == result["envs"]["shop"]["score"]
+    played = {**PLAYED, "env": {"name": "shop-v0", "nothing": None}}
     assert log["eval"]["metadata"] == {"suite": "smoke", "seed": 42, **played, "model": "models/starter"}
     assert log["eval"]["model"] == "none/models/starter", "inspect_ai takes a model by API/NAME alone"
-    assert log["eval"]["model_generate_config"]["temperature"] == 0.0
+    assert log["eval"]["model_generate_config"]["temperature"] == 0.7
 
 
 def test_what_inspect_reads_as_a_log_s_header_comes_before_the_samples():

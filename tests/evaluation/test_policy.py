@@ -13,8 +13,8 @@ import pytest
 
 from envgym import api
 from envgym.errors import ConfigError, EnvgymError, RunError
-from envgym.evaluation.folder import EvalFolder
-from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
+from envgym.evaluation.folder import EvalFolder, find_folder
+from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.result import result_of
 from envgym.evaluation.suite import Suite
 from envgym.monitoring.display import Display
@@ -111,7 +111,7 @@ def test_a_finished_evaluation_that_goes_on_plays_nothing(evaluated):
     result, folder = evaluated
     began = Path("began.txt").read_text()
     journal = folder.journal.path.read_bytes()
-    again = run_evaluation(resumed_evaluation("first", "evals"), Display())
+    again = run_evaluation(find_folder("first", "evals"), Display())
     assert Path("began.txt").read_text() == began
     assert folder.journal.path.read_bytes() == journal
     assert again == result
@@ -121,7 +121,7 @@ def test_what_failed_is_played_again_where_that_is_asked_for(evaluated):
     result, _ = evaluated
     Path("mended").touch()
     Path("began.txt").unlink()
-    again = run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
+    again = run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
     assert Path("began.txt").read_text().split() == ["seed-2147483653"] * 2
     assert again["failures"] == {}
     assert again["envs"]["counted"]["n_tasks"] == 6
@@ -135,7 +135,7 @@ def test_a_policy_that_does_not_start_undoes_nothing(evaluated, tiny_model):
     hidden = weights.rename(weights.with_suffix(".hidden"))
     try:
         with pytest.raises(EnvgymError):
-            run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
+            run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
     finally:
         hidden.rename(weights)
     assert folder.journal.path.read_bytes() == journal
@@ -148,12 +148,13 @@ def test_what_has_changed_since_is_no_way_to_go_on(evaluated):
     Path("counted.py").write_text(COUNTED.replace("/ 20", "/ 10"))
     done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "counted: its tasks, code or settings are not what they were" in done.stderr
+    assert "were played before the code of environment" in done.stderr
+    assert "start a new evaluation" in done.stderr
 
 
 def test_one_process_at_a_time(evaluated):
     _, folder = evaluated
-    with folder.held():
+    with folder.locked():
         done = subprocess.run([ENVGYM, "eval", "--resume", "first"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "another envgym eval is writing to evals/first" in done.stderr
@@ -176,7 +177,7 @@ def test_a_damaged_folder_is_told_in_a_line(evaluated, name, text, said):
     if name == "episodes.jsonl":
         folder.result_file.unlink()
     with pytest.raises(EnvgymError, match=said):
-        run_evaluation(resumed_evaluation("first", "evals"), Display())
+        run_evaluation(find_folder("first", "evals"), Display())
 
 
 def test_a_cluster_that_no_task_has_is_refused(tiny_model, folder):
@@ -255,12 +256,12 @@ def test_a_name_is_taken_once_and_a_folder_without_an_episode_is_not_kept(evalua
         run_evaluation(new_evaluation(settings("./nowhere", name="second"), suite=SUITE), Display())
     assert not Path("evals/second").exists()
     with pytest.raises(RunError, match="no evaluation 'third'"):
-        resumed_evaluation("third", "evals")
+        find_folder("third", "evals")
 
 
 def test_evaluations_without_a_name_do_not_meet(tiny_model, folder, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    paths = {new_evaluation(settings(tiny_model), suite=SUITE).folder.path for _ in range(3)}
+    paths = {new_evaluation(settings(tiny_model), suite=SUITE).path for _ in range(3)}
     assert len(paths) == 3
 
 
@@ -272,8 +273,8 @@ def test_another_model_in_the_folder_is_no_way_to_go_on(tiny_model, folder):
     run_evaluation(evaluation, Display())
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
-    with pytest.raises(ConfigError, match="not what it was when this evaluation began"):
-        run_evaluation(resumed_evaluation("first", "evals", retry_failed=True), Display())
+    with pytest.raises(ConfigError, match=r"sampled from other weights.*start a new evaluation"):
+        run_evaluation(find_folder("first", "evals"), Display(), retry_failed=True)
 
 
 def test_an_endless_environment_needs_a_number_of_tasks(tiny_model, folder):

@@ -167,4 +167,4 @@ def test_one_environment_is_played_as_it_is_trained_on_and_greedily_beside():
 
 def test_a_part_comes_back_from_its_folder_as_it_was():
     (part,) = parts_of_suite(SUMS, "smoke", {"model": "starter", "rollout": {"temperature": 0.25}})
-    assert Part.from_dict(part.as_dict()) == part
+    assert Part(**part.model_dump(mode="json")) == part

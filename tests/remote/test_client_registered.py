@@ -15,8 +15,8 @@ import yaml
 import envgym
 from envgym import registry
 from envgym.errors import ConfigError, NameNotFound
-from envgym.evaluation.folder import EvalFolder
-from envgym.evaluation.policy import new_evaluation, resumed_evaluation, run_evaluation
+from envgym.evaluation.folder import EvalFolder, find_folder
+from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
 from envgym.monitoring.display import Display
 from envgym.remote import registered
@@ -281,7 +281,7 @@ def test_a_suite_with_a_name_and_a_mixture_of_it_is_evaluated_and_gone_on_with(s
     lines = folder.journal.path.read_text().splitlines(keepends=True)
     folder.journal.path.write_text("".join(lines[:2]))  # as a kill leaves it
     folder.result_file.unlink()
-    again = run_evaluation(resumed_evaluation("first", "evals"), Display())
+    again = run_evaluation(find_folder("first", "evals"), Display())
     assert folder.journal.path.read_text().splitlines(keepends=True)[:2] == lines[:2]
     assert (again["n_episodes"], again["failures"]) == (6, {})
     assert {name: env["fingerprints"] for name, env in again["envs"].items()} == {

@@ -9,8 +9,8 @@ from envgym.agent import Agent, AgentConfig
 from envgym.config.schema import FilterConfig, RolloutConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import Env, EnvSpec
-from envgym.episodes.generate import best_of
 from envgym.errors import RunError
+from envgym.evaluation.generate import best_of
 from envgym.evaluation.result import result_of
 from envgym.evaluation.table import evaluation_text
 from envgym.monitoring.metrics import held_out_metrics, rollout_metrics

@@ -11,30 +11,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.agent import Agent, Sampler
-from envgym.config.schema import RunConfig, StageConfig
+from envgym.agent import Agent, AgentConfig, Sampler
+from envgym.config.schema import RunConfig
 from envgym.env import CheckedEnv, EnvSpec, ListTasks
+from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.evaluation.statistics import Mean, clustered_mean
 from envgym.hashing import task_hash
 from envgym.isolation import event_loop
-from envgym.rollout.runner import Play, Runner, group_ids
+from envgym.render import NoRenderer
 from envgym.rollout.transcript import Transcript
-from envgym.services import Policy, Services, start_services
+from envgym.services import Policy, start_services
 from envgym.tasks import DataEnvSpec
-from envgym.training.launch import running, sampling_of
+from envgym.training.launch import make_runner, running
 from envgym.training.run_folder import RunFolder
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Status, Task, Turn
 
-from .files import check_target, content_hash, read_episodes
-from .resumable import Unfinished
+from .plan import Part
+from .play import ReadyPart
+from .resumable import UnfinishedFile
+from .statistics import Mean, clustered_mean
+from .suite import SuiteEnv
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 PURPOSE = "score"
 BEFORE = "_before"
-"""Ends the names of the metrics that keep what was said of an episode before."""
+"""Ending of the names of the metrics that keep an episode's earlier judgement."""
 UNUSED = "unused_turns"
 """Metric: recorded turns that were not played, because the environment had ended the episode."""
 RECORDING = "recording"
@@ -48,8 +51,9 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     """Let the last stage's environment judge the episodes of `source`, write them to `out` in their order and return
     what came of it.
 
-    The environment is reset on the saved task and stepped with the recorded turns. What it says replaces reward, score,
-    answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as they are.
+    The environment is reset on the saved task and stepped with the recorded turns. Its judgement replaces reward,
+    score, answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as
+    they are.
 
     What an earlier call with the same settings and file has judged is not judged again, but by those that judge groups
     together.
@@ -62,12 +66,10 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     check_target(out, overwrite=overwrite)
     saved = read_episodes(source)
     began = time.monotonic()
-    work = Unfinished(out, overwrite=overwrite)
-    with work.held():
-        work.begin(_settings(config, content_hash(source)))
-        with work.playing():
-            episodes = event_loop.run(_score(config, saved, work, display))
-            work.finish(episodes)
+    folder = UnfinishedFile(out, overwrite=overwrite)
+    with folder.begun(_settings(config, content_hash(source))):
+        episodes = event_loop.run(_score(config, saved, folder, display))
+        folder.finish(episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
 
 
@@ -81,6 +83,7 @@ class Recorded(Agent):
     samples = False
 
     def __init__(self, recordings: Mapping[int, Episode]) -> None:
+        super().__init__(NoRenderer(), AgentConfig())
         self._recordings = recordings
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
@@ -103,32 +106,34 @@ class Recorded(Agent):
         episode = transcript.episode(task, outcome)
         if len(turns) < len(actions):
             episode.metrics[UNUSED] = float(len(actions) - len(turns))
-        episode.rows, episode.messages = _paid(saved.rows, turns), saved.messages
+        episode.rows, episode.messages = _with_rewards(saved.rows, turns), saved.messages
         return episode
 
 
 def recorded_actions(saved: Episode) -> list[Action]:
-    """What the policy did in an episode, turn by turn.
+    """The policy's actions in an episode, turn by turn.
 
-    The messages may begin with turns of the assistant that are the task's: the policy's are the last ones. An API tells
+    The messages may begin with turns of the assistant that are the task's: the policy's are the last ones. An API gives
     no token ids. Raises `InvalidOutcome` where the messages do not hold all the turns.
     """
     turns = [turn for row in saved.rows for turn in row.turns]
     sampled = [segment for row in saved.rows for segment in row.segments if segment.role == "action"]
-    said = [message for message in saved.messages if message.role == "assistant"]
+    answers = [message for message in saved.messages if message.role == "assistant"]
     if not turns:
         raise InvalidOutcome(RECORDING, "no turn of the policy is recorded")
-    if len(said) < len(turns):
-        raise InvalidOutcome(RECORDING, f"{len(turns)} turns are recorded, and the messages hold {len(said)} of them")
+    if len(answers) < len(turns):
+        raise InvalidOutcome(
+            RECORDING, f"{len(turns)} turns are recorded, and the messages hold {len(answers)} of them"
+        )
     token_ids = [tuple(segment.token_ids) for segment in sampled] if len(sampled) == len(turns) else [()] * len(turns)
     return [
         Action(message.text, ids, message.tool_calls, turn.stop_reason)
-        for message, ids, turn in zip(said[-len(turns) :], token_ids, turns, strict=True)
+        for message, ids, turn in zip(answers[-len(turns) :], token_ids, turns, strict=True)
     ]
 
 
-def _paid(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
-    """The rows with what was paid for their turns now; nothing for those that were not played."""
+def _with_rewards(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
+    """The rows with the rewards of these turns; None for those that were not played."""
     rewards: Iterator[float | None] = iter([turn.reward for turn in turns])
     return [
         replace(row, turns=[Turn(next(rewards, None), turn.stop_reason) for turn in row.turns], outputs={})
@@ -143,9 +148,12 @@ def _settings(config: RunConfig, episodes: str) -> dict[str, Any]:
     return {"env": stage["env"], "data": stage["data"], **run, "episodes": episodes}
 
 
-async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, display: Display) -> list[Episode]:
+async def _score(
+    config: RunConfig, saved: Sequence[Episode], folder: UnfinishedFile, display: Display
+) -> list[Episode]:
     """The episodes as they are judged now, in the same order."""
     stage = config.stages[-1]
+    stage.rollout.refills = 0  # another episode would be the same one
     spec = stage.make_spec()
     # A task object of its own for each episode, by which the agent knows the recording.
     tasks = {place: replace(episode.task) for place, episode in enumerate(saved) if not episode.failed}
@@ -153,30 +161,29 @@ async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, 
     _give(spec, list(tasks.values()))
     display.phase(f"setting up {spec.id}")
     async with (
-        running(config, RunFolder(work.path)) as runtime,
+        running(config, RunFolder(folder.path)) as runtime,
         start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
     ):
-        work.check_tasks(group_ids(PURPOSE, tasks.values()), spec)
-        if work.played:
-            display.note(f"{len(work.played)} episodes are kept from before")
-        await _start(services, display)
+        folder.check_tasks(PURPOSE, list(tasks.values()), spec)
+        if folder.kept:
+            display.note(f"{len(folder.kept)} episodes are kept from before")
+        if services.names:
+            display.phase(f"starting {', '.join(services.names)}")
+            await services.start()
         agent = Recorded({id(task): saved[place] for place, task in tasks.items()})
-        runner = _runner(config, stage, spec, agent)
+        runner = make_runner(config, stage, spec, agent, None, None)
+        part = Part(name=PURPOSE, env=SuiteEnv(env=stage.env, data=stage.data), config=config)
         display.phase("scoring")
-        groups = await runner.play(
-            list(tasks.values()),
-            Play(PURPOSE, sampling_of(stage, ()), 1),
-            display.rollout,
-            kept=work.played,
-            on_episode=work.journal.write,
-        )
+        groups = await ReadyPart(part, list(tasks.values()), runner).play(folder, display)
         judged = list(saved)
         for place, group in zip(tasks, groups, strict=True):
             [episode], old = group.episodes, saved[place]
-            episode.id, episode.group, episode.member = old.id, old.group, old.member
-            episode.seed, episode.attempt, episode.seconds = old.seed, old.attempt, old.seconds
+            for name in ("id", "group", "member", "seed", "attempt", "seconds"):
+                setattr(episode, name, getattr(old, name))
+            if "model" in old.fingerprints:
+                episode.fingerprints["model"] = old.fingerprints["model"]
             if episode.failed:
-                episode.rows, episode.messages = _paid(old.rows, ()), old.messages
+                episode.rows, episode.messages = _with_rewards(old.rows, ()), old.messages
             judged[place] = episode
         judged_groups = saved_groups(judged)
         await asyncio.gather(*(runner.compare(group) for group in judged_groups))
@@ -184,17 +191,6 @@ async def _score(config: RunConfig, saved: Sequence[Episode], work: Unfinished, 
     for place in tasks:
         judged[place].metrics |= _before(saved[place])
     return judged
-
-
-def _runner(config: RunConfig, stage: StageConfig, spec: EnvSpec, agent: Agent) -> Runner:
-    settings = stage.rollout.model_copy(update={"refills": 0})  # another episode would be the same one
-    return Runner(spec, agent, None, settings, max_model_len=0, seed=config.seed, deterministic=config.deterministic)
-
-
-async def _start(services: Services, display: Display) -> None:
-    if services.names:
-        display.phase(f"starting {', '.join(services.names)}")
-        await services.start()
 
 
 def _refuse_policies(spec: EnvSpec) -> None:
@@ -233,14 +229,14 @@ def saved_groups(episodes: Sequence[Episode]) -> list[Group]:
 
 
 def _before(old: Episode) -> dict[str, float]:
-    """What was said of an episode before, as metrics. Of what was before that nothing is kept."""
-    said = {name: value for name, value in old.metrics.items() if not name.endswith(BEFORE)}
-    said |= {name: value for name in ("reward", "score") if (value := getattr(old, name)) is not None}
-    return {f"{name}{BEFORE}": value for name, value in said.items()}
+    """The earlier judgement of an episode as metrics; of those before it nothing is kept."""
+    metrics = {name: value for name, value in old.metrics.items() if not name.endswith(BEFORE)}
+    metrics |= {name: value for name in ("reward", "score") if (value := getattr(old, name)) is not None}
+    return {f"{name}{BEFORE}": value for name, value in metrics.items()}
 
 
 def part_of(episode: Episode) -> str:
-    """What an episode was played for: a part of an evaluation, a rollout, or training, whose steps are one."""
+    """Purpose of an episode: a part of an evaluation, a rollout, or training, whose steps are one."""
     return "training" if re.fullmatch(r"step-\d+-\d+", episode.purpose) else episode.purpose
 
 

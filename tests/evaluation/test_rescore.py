@@ -17,9 +17,9 @@ from envgym.config.schema import resolve
 from envgym.episodes.files import read_episodes, write_episodes
 from envgym.episodes.journal import Journal
 from envgym.episodes.record import to_record
-from envgym.episodes.rescore import recorded_actions, rescore, saved_groups
-from envgym.episodes.resumable import Unfinished
 from envgym.errors import ConfigError, DataError, InvalidOutcome
+from envgym.evaluation.rescore import recorded_actions, rescore, saved_groups
+from envgym.evaluation.resumable import UnfinishedFile
 from envgym.monitoring.display import Display
 from envgym.rollout.runner import Play, Runner
 from envgym.types import Episode, Message, Outcome, Row, Segment, Status, StopReason, Task, TextPart, ToolCall, Turn
@@ -449,10 +449,9 @@ def test_a_group_that_is_judged_together_is_so_when_it_goes_on(folder, monkeypat
 
 
 def test_episodes_that_changed_since_are_judged_anew_only_when_told(folder):
-    work = Unfinished(folder / "o.jsonl", overwrite=False)
+    work = UnfinishedFile(folder / "o.jsonl", overwrite=False)
     write_episodes(folder / "saved.jsonl", [saved(["two"])])
-    with work.held():
-        work.begin({"env": {}, "episodes": "0"})
+    with work.begun({"env": {}, "episodes": "0"}):
         work.journal.write(saved(["two"]))
     command = ["saved.jsonl", "--env", "length.py", "--out", "o.jsonl"]
     assert re.search(r"episodes was '0' and is '[0-9a-f]{16}'[;)]", run(folder, *command).stderr)

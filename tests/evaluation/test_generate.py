@@ -16,10 +16,10 @@ from aiohttp import web
 from envgym import registry
 from envgym.env import EnvSpec, ListTasks, SeedTasks
 from envgym.episodes.files import read_episodes
-from envgym.episodes.generate import DEFAULT_TASKS, Selection, _tasks, best_of
 from envgym.episodes.journal import Journal
-from envgym.episodes.resumable import Unfinished
 from envgym.errors import ConfigError, DataError, RunError
+from envgym.evaluation.generate import DEFAULT_TASKS, Selection, best_of
+from envgym.evaluation.resumable import UnfinishedFile
 from envgym.hashing import task_hash
 from envgym.monitoring.display import Display
 from envgym.types import Episode, Outcome, Task
@@ -154,9 +154,8 @@ def test_two_at_once_are_refused(folder, tiny_model):
 
 
 def unfinished(folder, *, overwrite=False, settings=None):
-    work = Unfinished(folder / "out.jsonl", overwrite=overwrite)
-    with work.held():
-        work.begin(settings or {"rollout": {"temperature": 1.0}, "seed": 0})
+    work = UnfinishedFile(folder / "out.jsonl", overwrite=overwrite)
+    with work.begun(settings or {"rollout": {"temperature": 1.0}, "seed": 0}):
         work.check_model(str(folder / "model"))
     return work
 
@@ -164,24 +163,24 @@ def unfinished(folder, *, overwrite=False, settings=None):
 def test_what_is_kept_goes_on_only_from_the_same_settings_and_weights(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert unfinished(tmp_path).played == {}
-    assert unfinished(tmp_path, settings={"seed": 9}).played == {}  # nothing is kept yet that could differ
-    unfinished(tmp_path).journal.write(member(0, 1.0))
-    assert [each.score for each in unfinished(tmp_path).played.values()] == [1.0]
+    assert unfinished(tmp_path).kept == {}
+    assert unfinished(tmp_path, settings={"seed": 9}).kept == {}  # nothing is kept yet that could differ
+    unfinished(tmp_path).write(member(0, 1.0))
+    assert [each.score for each in unfinished(tmp_path).kept.values()] == [1.0]
     with pytest.raises(RunError, match=r"rollout.temperature was 1.0 and is 0.5; seed was 0 and is 1\)"):
         unfinished(tmp_path, settings={"rollout": {"temperature": 0.5}, "seed": 1})
     (tmp_path / "model" / "config.json").write_text("{ }")
     with pytest.raises(RunError, match="other weights"):
         unfinished(tmp_path)
     assert len(unfinished(tmp_path, overwrite=True).journal.played()) == 0
-    assert unfinished(tmp_path).played == {}
+    assert unfinished(tmp_path).kept == {}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"- 1", b"\xff"])
-@pytest.mark.parametrize("name", ["settings.yaml", "model", "episodes.jsonl"])
+@pytest.mark.parametrize("name", ["settings.yaml", "episodes.jsonl"])
 def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, name, content):
     (tmp_path / "model").mkdir()
-    unfinished(tmp_path).journal.write(member(0, 1.0))
+    unfinished(tmp_path).write(member(0, 1.0))
     file = tmp_path / "out.jsonl.unfinished" / name
     if content is None:
         file.unlink()
@@ -190,13 +189,13 @@ def test_what_is_kept_and_damaged_is_told_and_begins_anew_when_told(tmp_path, na
     else:
         file.write_bytes(content)
     if name == "episodes.jsonl" and content is None:
-        assert unfinished(tmp_path).played == {}  # nothing is there that could differ
+        assert unfinished(tmp_path).kept == {}  # nothing is there that could differ
         return
     with pytest.raises(RunError, match=f"(?s)out.jsonl.unfinished holds episodes that .*{name}.*--overwrite"):
         unfinished(tmp_path)
-    assert unfinished(tmp_path, overwrite=True).played == {}
-    unfinished(tmp_path).journal.write(member(0, 0.5))
-    assert [each.score for each in unfinished(tmp_path).played.values()] == [0.5]
+    assert unfinished(tmp_path, overwrite=True).kept == {}
+    unfinished(tmp_path).write(member(0, 0.5))
+    assert [each.score for each in unfinished(tmp_path).kept.values()] == [0.5]
 
 
 def test_where_the_folder_cannot_be_is_one_line(tmp_path):
@@ -208,12 +207,12 @@ def test_where_the_folder_cannot_be_is_one_line(tmp_path):
 def test_a_file_that_cannot_be_written_in_the_end_leaves_the_episodes(tmp_path):
     (tmp_path / "model").mkdir()
     work = unfinished(tmp_path)
-    work.journal.write(member(0, 1.0))
+    work.write(member(0, 1.0))
     (tmp_path / "out.jsonl").mkdir()
     with pytest.raises(DataError, match=r"cannot be written: Is a directory; 1 episodes are kept in .*unfinished; the"):
         work.finish([member(0, 1.0)])
     (tmp_path / "out.jsonl").rmdir()
-    assert len(unfinished(tmp_path).played) == 1
+    assert len(unfinished(tmp_path).kept) == 1
 
 
 def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
@@ -222,13 +221,12 @@ def test_what_is_kept_goes_on_only_with_the_same_tasks_and_code(tmp_path):
     episode.group = "rollout-train-00000/00001"
     episode.fingerprints = {**spec.fingerprint(), "task": task_hash(tasks[1])}
     work = unfinished(tmp_path)
-    work.played = {(episode.group, 0): episode}
-    posed = {f"rollout-train-00000/{index:05d}": task for index, task in enumerate(tasks)}
-    work.check_tasks(posed, spec)
+    work.kept = {(episode.group, 0): episode}
+    work.check_tasks("rollout-train-00000", tasks, spec)
     with pytest.raises(RunError, match="posed other tasks"):
-        work.check_tasks(dict(zip(posed, tasks[::-1], strict=True)), spec)
+        work.check_tasks("rollout-train-00000", tasks[::-1], spec)
     with pytest.raises(RunError, match="before the code of environment math_verify-v0 changed, or its settings"):
-        work.check_tasks(posed, registry.spec("math_verify", digits=3))
+        work.check_tasks("rollout-train-00000", tasks, registry.spec("math_verify", digits=3))
 
 
 # -- which tasks and which episodes -----------------------------------------------------------------------
@@ -256,7 +254,7 @@ class Notes(Display):
 
 def chosen(spec_class, selection):
     display = Notes()
-    tasks = asyncio.run(_tasks(spec_class("e-v0"), selection, display))
+    tasks = asyncio.run(selection.tasks(spec_class("e-v0"), display))
     return [task.id for task in tasks], display.notes
 
 
