@@ -32,9 +32,14 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
+def hash_fraction(text: str) -> float:
+    """A number in [0, 1) that depends on `text` alone: the same in every process and on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+
+
 def source_hash(classes: Iterable[type]) -> str:
-    """A fingerprint of the source files that define `classes`: of the whole package where one is defined in its
-    `__init__`. Empty where there is no source to be read."""
+    """A fingerprint of the source files that define `classes`: of the whole package, with its YAML files, where one is
+    defined in its `__init__`. Empty where there is no source to be read."""
     names = {cls.__module__ for cls in classes}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     return _files_hash(frozenset(file for file in files if file))
@@ -44,7 +49,7 @@ def source_hash(classes: Iterable[type]) -> str:
 def _files_hash(files: frozenset[str]) -> str:
     sources: set[Path] = set()
     for file in map(Path, files):
-        sources |= set(file.parent.rglob("*.py")) if file.name == "__init__.py" else {file}
+        sources |= _sources_in(file.parent) if file.name == "__init__.py" else {file}
     digest = hashlib.sha256()
     for path in sorted(sources):
         try:
@@ -52,6 +57,10 @@ def _files_hash(files: frozenset[str]) -> str:
         except OSError:  # defined in a notebook or typed in
             continue
     return digest.hexdigest()[:DIGITS] if sources else ""
+
+
+def _sources_in(package: Path) -> set[Path]:
+    return {path for path in package.rglob("*") if path.suffix in (".py", ".yaml")}
 
 
 def task_hash(task: Task) -> str:

@@ -3,10 +3,10 @@
 from .config import DataConfig, SourceConfig
 from .interleave import InProportion, Interleaved
 from .reading import Form, prompt_key
-from .spec import DataEnvConfig, DataEnvSpec
+from .spec import DataEnvConfig, DataEnvSpec, FunctionTasks
 from .split import TaskSplits, load_tasks
 
 __all__ = [
-    "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "InProportion", "Interleaved", "SourceConfig", "TaskSplits",
-    "load_tasks", "prompt_key",
+    "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "FunctionTasks", "InProportion", "Interleaved", "SourceConfig",
+    "TaskSplits", "load_tasks", "prompt_key",
 ]  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import ClassVar
 
 from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
+from envgym.types import Task
 
 from .config import DataConfig
 from .reading import Form
@@ -18,6 +20,20 @@ class DataEnvConfig(EnvConfig):
 
     data: DataConfig | None = None
     """Tasks from files, folders or generators."""
+
+
+class FunctionTasks(TaskSet):
+    """Tasks without end: task `index` is `make(index)`, a function of the index alone."""
+
+    def __init__(self, make: Callable[[int], Task]) -> None:
+        self._make = make
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+    async def get(self, index: int) -> Task:
+        return self._make(index)
 
 
 class DataEnvSpec(EnvSpec):

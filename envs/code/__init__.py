@@ -11,12 +11,12 @@ from pydantic import Field
 
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import DataError
-from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.types import Action, Message, Task, as_messages
 
 from .cases import Case, read_cases
 from .grading import Verdict, grade
-from .problems import MadeUpTasks, held_out_tasks
+from .problems import held_out_tasks, train_task
 from .sandbox import Limits, Sandbox
 
 TESTS_FIELDS = ("tests", "test_list", "test_cases", "unit_tests", "input_output", "test")
@@ -117,7 +117,10 @@ class Code(DataEnvSpec):
         return self._sandbox
 
     def own_tasks(self, split: str) -> TaskSet:
-        return MadeUpTasks(self.config.n_tests) if split == "train" else ListTasks(held_out_tasks(self.config.n_tests))
+        n_tests = self.config.n_tests
+        if split == "train":
+            return FunctionTasks(lambda index: train_task(index, n_tests))
+        return ListTasks(held_out_tasks(n_tests))
 
     def cases(self, task: Task) -> list[Case]:
         """The tests of a task. Raises `DataError` where it has none that can be read."""

@@ -8,14 +8,15 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from envgym.env import TaskSet
-from envgym.types import Task
+import yaml
 
-from .families import FAMILIES, Family
+from envgym.types import Task
 
 TEST_TASKS = 256
 TEST_SHARE = 1 / 8
@@ -23,65 +24,29 @@ SHOWN_TESTS = 2
 MOST_ALIKE = 0.6
 """Share of a task's tests that may have the same result: a function that always returns that one must not pass many."""
 _TRIES = 20
-_WORDS = [
-    "apple",
-    "bread",
-    "cat",
-    "door",
-    "egg",
-    "elephant",
-    "flower",
-    "garden",
-    "house",
-    "island",
-    "juice",
-    "kettle",
-    "lamp",
-    "moon",
-    "mountain",
-    "nest",
-    "notebook",
-    "orange",
-    "pear",
-    "queen",
-    "river",
-    "stone",
-    "sun",
-    "salt",
-    "tea",
-    "tree",
-    "umbrella",
-    "under",
-    "violet",
-    "water",
-    "yellow",
-    "zebra",
-    "ink",
-    "oak",
-    "blanket",
-    "doorbell",
-]
 
 
-class MadeUpTasks(TaskSet):
-    """Train tasks: task `index` is a function of `index` alone."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Problems that differ in their parameters alone; `families.yaml` describes the fields."""
 
-    def __init__(self, n_tests: int) -> None:
-        self._n_tests = n_tests
+    name: str
+    inputs: Mapping[str, str]
+    text: str
+    body: str
+    parameters: Mapping[str, Sequence[Any]]
 
-    @property
-    def size(self) -> int | None:
-        return None
 
-    async def get(self, index: int) -> Task:
-        rng = random.Random(f"train {index}")
-        while True:
-            family = rng.choice(FAMILIES)
-            parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
-            if not is_held_out(family, parameters):
-                task = make_task(f"train-{index}", family, parameters, self._n_tests, rng)
-                if task is not None:
-                    return task
+def train_task(index: int, n_tests: int) -> Task:
+    """Train task `index`: a function of `index` alone."""
+    rng = random.Random(f"train {index}")
+    while True:
+        family = rng.choice(families())
+        parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
+        if not is_held_out(family, parameters):
+            task = make_task(f"train-{index}", family, parameters, n_tests, rng)
+            if task is not None:
+                return task
 
 
 def held_out_tasks(n_tests: int) -> list[Task]:
@@ -90,7 +55,7 @@ def held_out_tasks(n_tests: int) -> list[Task]:
     found: set[tuple[str, str]] = set()
     tasks: list[Task] = []
     while len(tasks) < TEST_TASKS:
-        for family in FAMILIES:
+        for family in families():
             parameters = {name: rng.choice(values) for name, values in family.parameters.items()}
             key = (family.name, repr(parameters))
             if is_held_out(family, parameters) and key not in found:
@@ -109,7 +74,7 @@ def is_held_out(family: Family, parameters: Mapping[str, Any]) -> bool:
 @cache
 def _held_out(name: str) -> frozenset[tuple[Any, ...]]:
     """An eighth of what a family's parameters can be, drawn by a hash that is the same everywhere."""
-    [family] = (family for family in FAMILIES if family.name == name)
+    [family] = (family for family in families() if family.name == name)
     found = sorted(
         itertools.product(*family.parameters.values()),
         key=lambda values: hashlib.sha256(f"{name} {values}".encode()).digest(),
@@ -145,7 +110,7 @@ def _tests(
     family: Family, function: Callable[..., Any], n_tests: int, rng: random.Random
 ) -> list[dict[str, Any]] | None:
     for _ in range(_TRIES):
-        arguments = [[make(kind, case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
+        arguments = [[_KINDS[kind](case, rng) for kind in family.inputs.values()] for case in range(n_tests)]
         tests = [{"call": family.name, "args": args, "expected": function(*_copy(args))} for args in arguments]
         [(_, alike)] = Counter(repr(test["expected"]) for test in tests).most_common(1)
         if alike <= MOST_ALIKE * n_tests:
@@ -153,13 +118,28 @@ def _tests(
     return None
 
 
+@cache
+def families() -> list[Family]:
+    """All families of problems."""
+    return [
+        Family(**{**entry, "parameters": {name: _values(given) for name, given in entry["parameters"].items()}})
+        for entry in _data()["families"]
+    ]
+
+
+@cache
+def _data() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text("utf-8"))
+    return data
+
+
+def _values(given: Any) -> Sequence[Any]:
+    """Values of a parameter: a range of numbers, a list, or the characters of a text."""
+    return range(given["from"], given["to"] + 1, given.get("step", 1)) if isinstance(given, dict) else given
+
+
 def _ordinal(number: int) -> str:
     return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(number, 'th')}"
-
-
-def make(kind: str, case: int, rng: random.Random) -> Any:
-    """An argument of a kind; cases 0 and 1 are the edges of what there is."""
-    return _KINDS[kind](case, rng)
 
 
 def _integers(low: int, high: int) -> Callable[[int, random.Random], list[int]]:
@@ -170,15 +150,21 @@ def _integers(low: int, high: int) -> Callable[[int, random.Random], list[int]]:
     return make_list
 
 
+def _words() -> list[str]:
+    words: list[str] = _data()["words"]
+    return words
+
+
 def _text(case: int, rng: random.Random) -> str:
-    return " ".join(rng.choices(_WORDS, k=case if case < 2 else rng.randrange(2, 7)))
+    return " ".join(rng.choices(_words(), k=case if case < 2 else rng.randrange(2, 7)))
 
 
 def _prices(case: int, rng: random.Random) -> dict[str, int]:
-    names = rng.sample(_WORDS, case if case < 2 else rng.randrange(2, 7))
+    names = rng.sample(_words(), case if case < 2 else rng.randrange(2, 7))
     return {name: rng.randint(1, 30) for name in names}
 
 
+# Arguments of each kind; cases 0 and 1 are the edges of what there is.
 _KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
     "natural": lambda case, rng: case if case < 2 else rng.randrange(2, 150),
     "positive": lambda case, rng: 1 + case if case < 2 else rng.randrange(3, 100),
@@ -186,8 +172,8 @@ _KINDS: Mapping[str, Callable[[int, random.Random], Any]] = {
     "integers": _integers(-30, 50),
     "few_integers": _integers(-5, 9),
     "text": _text,
-    "word": lambda case, rng: "" if case == 0 else rng.choice(_WORDS),
-    "words": lambda case, rng: rng.choices(_WORDS, k=case if case < 2 else rng.randrange(2, 7)),
+    "word": lambda case, rng: "" if case == 0 else rng.choice(_words()),
+    "words": lambda case, rng: rng.choices(_words(), k=case if case < 2 else rng.randrange(2, 7)),
     "few_letters": lambda case, rng: "".join(rng.choices("abcd", k=case if case < 2 else rng.randrange(3, 14))),
     "prices": _prices,
 }

@@ -1,4 +1,4 @@
-"""Gymnasium environments, played in words: what is to be seen goes to the policy as text, an action comes back as text.
+"""Gymnasium environments, played in words: the policy reads the state as text and answers with an action as text.
 
 FrozenLake and Taxi have rules and maps written for readers; any other environment gets its own documentation, its text
 rendering (or else its observations), and actions written as numbers.
@@ -18,13 +18,11 @@ from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import ConfigError, NameNotFound, VersionNotFound, missing_package
 from envgym.types import Action, Message, Task
 
-from .frozen_lake import FrozenLakeMaps
-from .view import view_of
+from .toy_text import FrozenLakeMaps, Plan, can_plan, view_of
+from .views import check_writable
 
 if TYPE_CHECKING:
     import gymnasium
-
-    from .planning import Plan
 
 
 class GymnasiumTextConfig(EnvConfig):
@@ -38,7 +36,7 @@ class GymnasiumTextConfig(EnvConfig):
     map_size: int | None = Field(None, ge=3, le=32)
     """FrozenLake only: a map of this many squares a side for every task, drawn by its seed. Unset: the game's own."""
     rules: str | None = None
-    """What the policy is told of the game at the beginning. Unset: a text of ours, or the game's documentation."""
+    """Explanation of the game at the beginning. Unset: a text of ours, or the game's documentation."""
     max_turns: int = Field(30, ge=1)
     """Answers after which an episode ends, truncated; those without an action count as well. The game's own limit of
     steps holds beside it."""
@@ -85,17 +83,17 @@ class GymnasiumTextEnv(Env):
         move = self._view.read(action.text)
         if move is None:
             self._invalid += 1
-            said = f"There is no action in your answer. {self._view.hint}"
+            text = f"There is no action in your answer. {self._view.hint}"
             given = self.spec.config.invalid_reward
             reward, terminated, truncated = self._view.invalid_reward if given is None else given, False, False
         else:
-            observation, paid, terminated, truncated, _ = self._game.step(move)
-            reward = float(paid)
-            said = self._view.state(observation, reward)
+            observation, reward, terminated, truncated, _ = self._game.step(move)
+            reward = float(reward)
+            text = self._view.state(observation, reward)
         truncated = bool(truncated) or self._turns >= self.spec.config.max_turns
         metrics = {"turns": self._turns, "invalid_actions": self._invalid}
         info: Info = {"score": self._view.success(reward, bool(terminated)), "metrics": metrics}
-        return [Message.of("user", said)], reward, bool(terminated), truncated and not terminated, info
+        return [Message.of("user", text)], reward, bool(terminated), truncated and not terminated, info
 
     def close(self) -> None:  # type: ignore[override]
         if self._game is not None:
@@ -150,8 +148,6 @@ class GymnasiumText(EnvSpec):
 
         Where chance decides (slippery ice), even this may fail.
         """
-        from .planning import Plan, can_plan
-
         game = self.new_game(task)
         try:
             game.reset(seed=task.seed)
@@ -173,8 +169,6 @@ class GymnasiumText(EnvSpec):
             game.close()
 
     def _try_out(self) -> None:
-        from .observations import check_writable
-
         game = self.new_game(Task("trial"))
         try:
             view_of(game)

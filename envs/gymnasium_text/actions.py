@@ -37,8 +37,8 @@ class OneNumber(Reader):
         )
 
     def read(self, answer: str) -> Any:
-        said = _INTEGER.findall(answer)
-        return int(said[-1]) if said and self.space.contains(int(said[-1])) else None
+        found = _INTEGER.findall(answer)
+        return int(found[-1]) if found and self.space.contains(int(found[-1])) else None
 
 
 class Numbers(Reader):
@@ -56,10 +56,10 @@ class Numbers(Reader):
     def read(self, answer: str) -> Any:
         import numpy as np
 
-        said = _NUMBER.findall(answer)[-self.count :]
-        if len(said) < self.count:
+        found = _NUMBER.findall(answer)[-self.count :]
+        if len(found) < self.count:
             return None
-        values = np.array([float(number) for number in said])
+        values = np.array([float(number) for number in found])
         if not np.all(np.isfinite(values)) or (self.space.dtype.kind in "iu" and np.any(values % 1)):
             return None
         with np.errstate(over="ignore", invalid="ignore"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +17,6 @@ from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Judgement, Message, Task, as_messages
 
 from .prompts import Question, ranking_prompt, scoring_prompt
-from .ranking import agreement, order_of, standing
 from .replies import ReplyReader, ranking_in, score_in
 
 
@@ -24,7 +26,7 @@ class JudgeConfig(DataEnvConfig):
     mode: Literal["score", "rank"] = "score"
     """`score`: each answer by itself. `rank`: the answers of a group against each other, best 1 and worst 0."""
     rubric: str = "Grade how correct, complete and helpful the answer is."
-    """What the judge goes by."""
+    """The criteria of the grade."""
     lowest: float = Field(0.0, allow_inf_nan=False)
     """The worst grade, worth 0."""
     highest: float = Field(10.0, allow_inf_nan=False)
@@ -112,8 +114,8 @@ class JudgeSpec(DataEnvSpec):
         return (grade - config.lowest) / (config.highest - config.lowest)
 
     async def rank(self, task: Task, answers: Sequence[str]) -> tuple[list[float], float]:
-        """What each answer is worth against the others, 1 (always best) to 0 (always worst), and the share of pairs
-        that were put in the same order whichever way they were shown (1 with one order)."""
+        """Each answer's worth against the others, 1 (always best) to 0 (always worst), and the share of pairs that were
+        put in the same order whichever way they were shown (1 with one order)."""
         rankings = []
         for number in range(self.config.orders):
             shown = order_of(task.key, answers, number)
@@ -127,7 +129,7 @@ class JudgeSpec(DataEnvSpec):
         return standing(rankings), agreement(rankings)
 
     async def _ask(self, prompt: str, reader: ReplyReader, seed: int) -> Any:
-        """What the judge's reply says; a reply that cannot be read is answered with how it should be written."""
+        """The content of the judge's reply; a reply that cannot be read is answered with the form it should have."""
         client: ChatClient = self.clients["judge"]
         messages = [Message.of("user", prompt)]
         config = self.config
@@ -141,8 +143,8 @@ class JudgeSpec(DataEnvSpec):
                 )
             except InvalidOutcome as error:
                 raise InvalidOutcome("judge", str(error), retryable=error.retryable) from None
-            if (said := reader.read(reply)) is not None:
-                return said
+            if (found := reader.read(reply)) is not None:
+                return found
             messages += [Message.of("assistant", reply), Message.of("user", reader.reminder)]
         raise InvalidOutcome("judge", f"the judge's reply cannot be read: {reply.strip()[-120:]!r}")
 
@@ -156,3 +158,25 @@ def _question(task: Task, rubric: str) -> Question:
 
 def _last_answer(episode: Episode) -> str:
     return next((message.text for message in reversed(episode.messages) if message.role == "assistant"), "")
+
+
+def order_of(key: str, answers: Sequence[str], number: int) -> list[int]:
+    """The order in which answers are shown for the `number`th time: shuffled by what is asked, then the same backwards,
+    then shuffled anew, and so on. A judge that favours a place favours it for both ends of every pair."""
+    text = "\x1f".join([key, str(number // 2), *answers])
+    rng = random.Random(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
+    order = rng.sample(range(len(answers)), len(answers))
+    return order[::-1] if number % 2 else order
+
+
+def standing(rankings: Sequence[Sequence[int]]) -> list[float]:
+    """Each item's mean place over rankings (best first), as 1 for always first down to 0 for always last."""
+    count = len(rankings[0])
+    places = [[ranking.index(item) for ranking in rankings] for item in range(count)]
+    return [1 - sum(place) / len(place) / (count - 1) for place in places]
+
+
+def agreement(rankings: Sequence[Sequence[int]]) -> float:
+    """The share of pairs of items that all rankings put in the same order."""
+    pairs = list(combinations(range(len(rankings[0])), 2))
+    return sum(len({r.index(a) < r.index(b) for r in rankings}) == 1 for a, b in pairs) / len(pairs)

@@ -1,4 +1,4 @@
-"""What the judge is asked.
+"""Prompts of the judge.
 
 The answers were written by the policy in training, which earns more if it can talk the judge round. So every text
 stands between two lines with a mark that it cannot contain: the mark is a hash of all the texts, and whoever writes
@@ -19,7 +19,7 @@ grade."""
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was asked, the reference answer (may be empty) and what to go by."""
+    """The question, the reference answer (may be empty) and the criteria."""
 
     text: str
     reference: str

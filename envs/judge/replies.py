@@ -1,4 +1,4 @@
-"""Reading a judge's reply. What is not certainly a grade is none: never a guess, never a zero."""
+"""Reading a judge's reply. Anything but a certain grade is none: never a guess, never a zero."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from pydantic import Field
 
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import missing_package
-from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.types import Action, Message, Task, as_messages
 
 from .answers import boxed, judge_at_once, reference
-from .arithmetic import ArithmeticTasks, Operation, held_out_tasks
+from .arithmetic import Operation, held_out_tasks, train_task
 from .grader import Grader, Verdict
 
 
@@ -88,9 +88,10 @@ class MathVerify(DataEnvSpec):
         await super().teardown()
 
     def own_tasks(self, split: str) -> TaskSet:
+        operations, digits = self.config.operations, self.config.digits
         if split == "train":
-            return ArithmeticTasks(self.config.operations, self.config.digits)
-        return ListTasks(held_out_tasks(self.config.operations, self.config.digits))
+            return FunctionTasks(lambda index: train_task(index, operations, digits))
+        return ListTasks(held_out_tasks(operations, digits))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """One right answer, in a format drawn by the seed; only the boxed one would earn the reward."""

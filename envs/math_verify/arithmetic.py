@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import random
 from collections.abc import Sequence
 from typing import Literal
 
-from envgym.env import TaskSet
+from envgym.hashing import hash_fraction
 from envgym.types import Task
 
 Operation = Literal["+", "-", "*"]
@@ -18,22 +17,13 @@ TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
 
-class ArithmeticTasks(TaskSet):
-    """Train tasks: task `index` is a function of `index` alone."""
-
-    def __init__(self, operations: Sequence[Operation], digits: int) -> None:
-        self._operations, self._digits = operations, digits
-
-    @property
-    def size(self) -> int | None:
-        return None
-
-    async def get(self, index: int) -> Task:
-        rng = random.Random(f"train {index}")
-        while True:
-            problem = draw(rng, self._operations, self._digits)
-            if not is_held_out(*problem):
-                return _task(f"train-{index}", *problem)
+def train_task(index: int, operations: Sequence[Operation], digits: int) -> Task:
+    """Train task `index`: a function of `index` alone."""
+    rng = random.Random(f"train {index}")
+    while True:
+        problem = draw(rng, operations, digits)
+        if not is_held_out(*problem):
+            return _task(f"train-{index}", *problem)
 
 
 def held_out_tasks(operations: Sequence[Operation], digits: int) -> list[Task]:
@@ -59,8 +49,7 @@ def is_held_out(operation: Operation, a: int, b: int) -> bool:
 
     The order of the operands does not count: 45 + 23 is no new problem to one who was taught 23 + 45.
     """
-    digest = hashlib.sha256(f"{min(a, b)} {operation} {max(a, b)}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
+    return hash_fraction(f"{min(a, b)} {operation} {max(a, b)}") < TEST_SHARE
 
 
 def _task(id: str, operation: Operation, a: int, b: int) -> Task:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 
 from envgym import registry
-from envgym.env import EnvConfig, EnvSpec, TaskSet
-from envgym.errors import ConfigError, EnvgymError, UnknownKey, did_you_mean
+from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
+from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded, UnknownKey, did_you_mean
 from envgym.hashing import text_hash
 from envgym.settings import Settings
 from envgym.tasks import InProportion, Interleaved
-from envgym.types import Episode, Message, Task
-
-from .playing import MixtureEnv
-from .tasks import MemberTasks
+from envgym.types import Action, Episode, Message, Observation, Task
 
 TURNS = {"single_turn", "multi_turn"}
 ANY_TURNS = "tool_calling"
@@ -89,7 +88,7 @@ class Mixture(EnvSpec):
         return spec
 
     def fingerprint(self) -> dict[str, str]:
-        """That of its members, by what they are and not by where they are served, and of their weights."""
+        """That of its members, wherever they are served, and of their weights."""
         own = super().fingerprint()["code"]
         found = {name: spec.fingerprint() for name, spec in self.members.items()}
         weights = {name: member.weight for name, member in self.config.members.items()}
@@ -174,3 +173,76 @@ class Mixture(EnvSpec):
 
     def make(self) -> MixtureEnv:
         return MixtureEnv(self)
+
+
+class MixtureEnv(CheckedEnv):
+    """Plays each episode on an instance of a member, which makes the checks.
+
+    Runs and evaluations ask the spec for the member at once (`Mixture.of`); this serves those who know one
+    environment only: a server, the terminal, `envgym.make`.
+    """
+
+    spec: Mixture
+
+    def __init__(self, spec: Mixture) -> None:
+        self.spec = spec
+        self.env = self
+        self.rng = random.Random()
+        self.task: Task | None = None
+        self._member: CheckedEnv | None = None
+
+    async def acquire(self) -> None:
+        """Nothing: each member has a limit of its own, which its reset observes."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        await self.spec.ensure_setup()
+        if seed is not None:
+            self.rng.seed(seed)
+        task = (options or {}).get("task")
+        if task is None:
+            task = await self._draw_task(self.rng.getrandbits(31))
+        elif not isinstance(task, Task):
+            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
+        self.task = task
+        spec = self.spec.of(task)
+        if self._member is None or self._member.spec is not spec:
+            await self.close()
+            self._member = spec.make()
+        return await self._member.reset(seed=seed, options={**(options or {}), "task": task})
+
+    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
+        if self._member is None:
+            raise ResetNeeded(f"{self.spec.id}: call reset before step")
+        return await self._member.step(action)
+
+    async def close(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            await member.close()
+
+
+class MemberTasks(TaskSet):
+    """The tasks of the member `name`."""
+
+    def __init__(self, name: str, tasks: TaskSet) -> None:
+        self.name = name
+        self._tasks = tasks
+
+    @property
+    def size(self) -> int | None:
+        return self._tasks.size
+
+    @property
+    def reach(self) -> int:
+        return self._tasks.reach
+
+    def seeded(self, seed: int) -> TaskSet:
+        return MemberTasks(self.name, self._tasks.seeded(seed))
+
+    async def get(self, index: int) -> Task:
+        task = await self._tasks.get(index)
+        if task.env:  # a served member, which is known to be a mixture by its tasks alone
+            raise ConfigError(f"member {self.name!r} is a mixture itself: name its members here")
+        return replace(task, env=self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,13 +14,13 @@ from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, missing_pack
 from envgym.isolation.processes import Processes
 from envgym.types import Action, Message, Task
 
-from .answers import extracted, tagged, without_length_ratio
 from .datasets import TEST_START
 
 HOST = "envgym.envs.reasoning_gym.datasets:Datasets"
 GENERATE_SECONDS = 120.0
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """For the processes: some datasets write text in the order of sets of strings."""
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def _one_as_list(value: Any) -> Any:
@@ -194,3 +195,33 @@ class ReasoningGym(EnvSpec):
         if self._processes is None:
             raise RuntimeError("puzzles are made by processes that setup starts, which has not run")
         return await self._processes.call(method, *args, timeout=timeout)
+
+
+def tagged(text: str) -> str | None:
+    """The content of the last `<answer>…</answer>`, or None where there is none."""
+    found = _TAGGED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def extracted(text: str) -> str:
+    """The answer within a policy's words: what is tagged; without tags the last line that says anything."""
+    answer = tagged(text)
+    if answer is not None:
+        return answer
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def without_length_ratio(score: float, answer: str, gold: str | None) -> float:
+    """The score, or 0 where it is only the share of the answer's characters that the right one makes up.
+
+    The library pays that to any answer that holds the right one somewhere, so that talking around it, or listing
+    everything it could be, earns something.
+    """
+    if not gold or not 0 < score < 1:
+        return score
+    for comma in (",", ""):
+        right, given = gold.replace(comma, ""), answer.replace(comma, "")
+        if right in given and abs(score - len(right) / len(given)) < 1e-9:
+            return 0.0
+    return score

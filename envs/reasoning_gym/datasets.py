@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import random
 import resource
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import ConfigError, NameNotFound, did_you_mean, missing_package
+from envgym.hashing import hash_fraction
 
 from .scorers import scored
 
@@ -56,8 +56,7 @@ def is_held_out(question: str) -> bool:
     Seeds do not keep the splits apart: item N of seed S is item 0 of seed S + N in most datasets, and small datasets
     ask the same again.
     """
-    digest = hashlib.sha256(question.encode()).digest()
-    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
+    return hash_fraction(question) < TEST_SHARE
 
 
 class Datasets:

@@ -7,7 +7,9 @@ and the generators of the run are never touched. What a game's library prints or
 
 from __future__ import annotations
 
+import copy
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +17,18 @@ from typing import Any
 
 from envgym.errors import ConfigError, EnvgymError, NameNotFound, did_you_mean, missing_package
 
-from .moves import candidates
-
 MOST_PLAYERS = 15
 TRIALS = 300
 """Moves that are tried out in search of a legal one."""
+DRAWS = 400
+"""Variations of a game's examples that are made."""
+
+_BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
+_ROLES = re.compile(r"\[(?:Player \d+|GAME|Game)\]")
+_OFFERED = re.compile(r"(?:available|valid|legal|possible|playable|options)[^\n]*", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"(?P<squares>(?<![a-z0-9])(?:[a-j]\d)+(?![a-z0-9]))|\d+|<[^<>]+>|\b(?-i:[A-Z])\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +191,6 @@ def _own_generators(game: Game) -> Iterator[None]:
 
 def _is_legal(game: Game, move: str) -> bool:
     """Whether the game accepts a move: it is played in a copy."""
-    import copy
-
     trial = copy.copy(game)
     trial.env = copy.deepcopy(game.env)
     state = trial.world.state
@@ -198,3 +205,38 @@ def _is_legal(game: Game, move: str) -> bool:
     if state.game_info[player].get("invalid_move"):
         return False
     return bool(getattr(state, "error_count", 0) <= errors)
+
+
+def candidates(told: str, rng: random.Random) -> list[str]:
+    """Moves to try, in a random order: those a game offers at the moment first, then those that resemble examples."""
+    offers = [line for line in _OFFERED.findall(told) if _BRACKETS.search(line)]
+    offered = _examples(offers[-1]) if offers else []
+    examples = _examples(told)
+    rest = examples + [varied(rng.choice(examples), rng) for _ in range(DRAWS if examples else 0)]
+    rng.shuffle(offered)
+    rng.shuffle(rest)
+    return list(dict.fromkeys(offered + rest))
+
+
+def varied(example: str, rng: random.Random) -> str:
+    """A move of the form of an example, with other numbers, squares (`e2e4`) and values for placeholders (`X`)."""
+    largest, side = rng.choice((3, 9, 20)), rng.choice((5, 8, 10))
+    return _VARIABLE.sub(
+        lambda match: _squares(match[0], side, rng) if match["squares"] else str(rng.randint(0, largest)), example
+    )
+
+
+def _squares(text: str, side: int, rng: random.Random) -> str:
+    """As many squares of a board as `text` names, each near the one before, as most moves go."""
+    column, row = rng.randrange(side), rng.randrange(side)
+    first, squares = rng.randint(0, 1), []
+    for _ in range(len(text) // 2):
+        squares.append(f"{'abcdefghij'[column]}{row + first}")
+        column = min(max(column + rng.randint(-2, 2), 0), side - 1)
+        row = min(max(row + rng.randint(-2, 2), 0), side - 1)
+    return "".join(squares) if text.islower() else "".join(squares).upper()
+
+
+def _examples(text: str) -> list[str]:
+    """The different texts in brackets, without those that name who is speaking."""
+    return [move for move in dict.fromkeys(_BRACKETS.findall(text)) if not _ROLES.fullmatch(move)]

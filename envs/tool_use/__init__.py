@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,15 +14,17 @@ from envgym.env import ListTasks, TaskSet
 from envgym.envs.code.sandbox import Limits, Sandbox
 from envgym.envs.code.tool import python_tool
 from envgym.errors import ConfigError
-from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
 from envgym.types import Action, Message, Task
 
-from .answers import Match, given, is_right
-from .lookup import LookupTasks, Table, demonstration, held_out_tasks
+from .lookup import Table, demonstration, held_out_tasks, train_task
 
 PYTHON = "python"
-"""Stands for the sandbox among the tools."""
+"""The sandbox's name among the tools."""
+Match = Literal["auto", "number", "exact", "contains"]
+
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class McpSetting(McpServer):
@@ -36,9 +40,9 @@ class ToolUseConfig(ToolEnvConfig, DataEnvConfig):
     mcp: tuple[McpSetting, ...] = ()
     """MCP servers: `{command: [program, argument, …]}` or `{url: …}`."""
     sandbox: Limits = Limits()
-    """What a program may use that the tool `python` runs."""
+    """Limits of a program that the tool `python` runs."""
     match: Match = "auto"
-    """How the final answer is compared with the task's."""
+    """Comparison of the final answer with the task's."""
     hops: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1)
     """Without data: look-ups a task takes, drawn for each task; the value of the value of … a key."""
     digits: int = Field(2, ge=2, le=9)
@@ -111,9 +115,10 @@ class ToolUse(DataEnvSpec):
         return tools
 
     def own_tasks(self, split: str) -> TaskSet:
+        hops, digits = self.config.hops, self.config.digits
         if split == "train":
-            return LookupTasks(self.config.hops, self.config.digits)
-        return ListTasks(held_out_tasks(self.config.hops, self.config.digits))
+            return FunctionTasks(lambda index: train_task(index, hops, digits))
+        return ListTasks(held_out_tasks(hops, digits))
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The calls and the answer; or, by the seed, a turn that gives up."""
@@ -143,3 +148,48 @@ class ToolUse(DataEnvSpec):
     async def _close(self, indices: list[int]) -> None:
         sessions = [self._shared.pop(index) for index in indices if index in self._shared]
         await asyncio.gather(*(session.close() for session in sessions))
+
+
+def given(text: str, answer: object, match: Match) -> str | None:
+    """The answer in `text`, as `is_right` compares it; None where there is none."""
+    final = text.rpartition("</think>")[2]
+    if match == "number" or (match == "auto" and number(str(answer)) is not None):
+        found = last_number(final)
+        return None if found is None else f"{found:.12g}"
+    return _plain(final) or None
+
+
+def is_right(text: str, answer: object, match: Match) -> bool:
+    """Whether `text` gives `answer`. `auto` compares numbers where the answer is one, else the whole text.
+
+    `number`: the last number in the text equals the answer. `exact`: the same text, but for case, spacing and a full
+    stop at the end. `contains`: the answer occurs in the text, as whole words. Thoughts before `</think>` do not count.
+    """
+    final = text.rpartition("</think>")[2]
+    wanted = str(answer)
+    if match == "auto":
+        match = "exact" if number(wanted) is None else "number"
+    if match == "number":
+        right, found = number(wanted), last_number(final)
+        return right is not None and found is not None and math.isclose(right, found, rel_tol=1e-9, abs_tol=1e-12)
+    if match == "exact":
+        return _plain(final) == _plain(wanted)
+    return re.search(rf"(?<!\w){re.escape(_plain(wanted))}(?!\w)", _plain(final)) is not None
+
+
+def number(text: str) -> float | None:
+    """The number that `text` is, with or without thousands' commas; None where it is none."""
+    text = text.strip()
+    if not any(map(str.isdigit, text)) or not _NUMBER.fullmatch(text):
+        return None
+    return float(text.replace(",", ""))
+
+
+def last_number(text: str) -> float | None:
+    """The last number in `text`."""
+    found = [value for word in _NUMBER.findall(text) if (value := number(word)) is not None]
+    return found[-1] if found else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold().removesuffix(".").rstrip()

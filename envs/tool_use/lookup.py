@@ -1,33 +1,22 @@
-"""Tasks that only a tool can answer: what value a key has in a table that nobody is shown, and that each task has
-anew."""
+"""Tasks that only a tool can answer: the value of a key in a table of the task's own, which is not shown."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 
-from envgym.env import TaskSet
+from envgym.hashing import hash_fraction
 from envgym.types import Message, Task, TextPart, ToolCall
 
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all keys
 UNAIDED = ("I do not know.", "No idea.")
-"""What demonstrations say that do not call the tool."""
+"""Demonstrations without a call of the tool."""
 
 
-class LookupTasks(TaskSet):
-    """Train tasks: task `index` is a function of `index` alone."""
-
-    def __init__(self, hops: Sequence[int], digits: int) -> None:
-        self._hops, self._digits = hops, digits
-
-    @property
-    def size(self) -> int | None:
-        return None
-
-    async def get(self, index: int) -> Task:
-        return _task(f"train-{index}", self._hops, self._digits, held_out=False)
+def train_task(index: int, hops: Sequence[int], digits: int) -> Task:
+    """Train task `index`: a function of `index` alone."""
+    return _task(f"train-{index}", hops, digits, held_out=False)
 
 
 def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
@@ -47,7 +36,7 @@ class Table:
 
 
 def value_of(task: Task, key: int) -> int:
-    """The value of `key` in the table of `task`: as many digits, another number, and no telling which."""
+    """The value of `key` in the table of `task`: another number of as many digits, drawn by task and key."""
     rng = random.Random(f"{task.id} {key}")
     start = 10 ** (task.fields["digits"] - 1)
     value = rng.randrange(start, 10 * start - 1)
@@ -69,8 +58,7 @@ def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | 
 
 def is_held_out(key: int) -> bool:
     """Whether test tasks begin with this key, by a hash that is the same everywhere."""
-    digest = hashlib.sha256(f"key {key}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
+    return hash_fraction(f"key {key}") < TEST_SHARE
 
 
 def _task(id: str, hops: Sequence[int], digits: int, *, held_out: bool) -> Task:

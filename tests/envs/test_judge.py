@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import envgym
-from envgym.envs.judge import JudgeSpec
+from envgym.envs.judge import JudgeSpec, agreement, order_of, standing
 from envgym.envs.judge.prompts import Question, mark_for, ranking_prompt, scoring_prompt
-from envgym.envs.judge.ranking import agreement, order_of, standing
 from envgym.envs.judge.replies import ranking_in, score_in
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import http, start_services

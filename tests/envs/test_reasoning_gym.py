@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from envgym import errors, registry
-from envgym.envs.reasoning_gym.answers import extracted, tagged, without_length_ratio
+from envgym.envs.reasoning_gym import extracted, tagged, without_length_ratio
 from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets
-from envgym.envs.reasoning_gym.guard import Refused, answers_are_data
+from envgym.envs.reasoning_gym.scorers import Refused, answers_are_data
 from envgym.types import Action, Task
 
 TARGET = "envgym.envs.reasoning_gym:ReasoningGym"

@@ -13,8 +13,7 @@ from aiohttp import web
 
 from envgym import errors, registry
 from envgym.envs.textarena import spoken
-from envgym.envs.textarena.games import Games
-from envgym.envs.textarena.moves import candidates, varied
+from envgym.envs.textarena.games import Games, candidates, varied
 from envgym.services import start_services
 from envgym.services.client import ChatClient
 from envgym.services.declarations import Chat, Policy

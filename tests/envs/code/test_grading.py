@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.envs.code.asserts import calls_in
-from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, read_cases
+from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, read_cases
 from envgym.envs.code.driver import decode, encode
 from envgym.envs.code.grading import Verdict, grade, same
 from envgym.envs.code.sandbox import Limits, Sandbox

@@ -1,0 +1,163 @@
+"""Gymnasium's toy texts: FrozenLake and Taxi in words, maps without end, and best play by value iteration."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from envgym.env import SeedTasks
+from envgym.hashing import hash_fraction
+from envgym.types import Task
+
+from .views import GenericView, View, WordView
+
+if TYPE_CHECKING:
+    import gymnasium
+
+TEST_SHARE = 1 / 8
+"""Share of all maps that are held out."""
+STANDS = ("R", "G", "Y", "B")
+DISCOUNT = 0.99
+"""Below 1, so that the shortest of several ways is the best."""
+PRECISION = 1e-9
+SWEEPS = 10_000
+
+Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
+"""state -> action -> [(probability, next state, reward, whether it ends)]."""
+
+
+def view_of(env: gymnasium.Env[Any, Any]) -> View:
+    """The view that fits an environment."""
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+    from gymnasium.envs.toy_text.taxi import TaxiEnv
+
+    if isinstance(env.unwrapped, FrozenLakeEnv):
+        return FrozenLakeView(env)
+    if isinstance(env.unwrapped, TaxiEnv):
+        return TaxiView(env)
+    return GenericView(env)
+
+
+class FrozenLakeMaps(SeedTasks):
+    """Tasks with a map of their own, drawn by their seed. No map is in both splits."""
+
+    def __init__(self, split: str, size: int) -> None:
+        super().__init__(split)
+        self._is_test, self._size = split == "test", size
+
+    async def get(self, index: int) -> Task:
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+        seed = (await super().get(index)).seed
+        assert seed is not None
+        for draw in range(10_000):
+            lines = generate_random_map(self._size, seed=seed + draw * 2**32)
+            if (hash_fraction("\n".join(lines)) < TEST_SHARE) == self._is_test:
+                return Task(id=f"map-{seed}", seed=seed, fields={"map": lines})
+        raise AssertionError(f"no map of {self._size} squares a side belongs to this split")
+
+
+class FrozenLakeView(WordView):
+    """The map with the player in it."""
+
+    words = ("left", "down", "right", "up")
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.rules = (
+            "You are on a frozen lake and must walk to the goal without falling into a hole.\n"
+            "The map: P is you, S the start, F frozen and safe, H a hole, which ends the game, G the goal.\n"
+            "Each turn you take one step left, down, right or up; at the edge of the map you stay where you are."
+        )
+        if _has_chance(self.world):
+            self.rules += "\nThe ice is slippery: a step may also go to either side of the direction you chose."
+
+    def state(self, observation: Any, reward: float | None) -> str:
+        row, column = divmod(int(observation), self.world.ncol)
+        lines = [[cell.decode() for cell in line] for line in self.world.desc]
+        under = lines[row][column]
+        lines[row][column] = "P"
+        ending = {"G": "\nYou have reached the goal.", "H": "\nYou have fallen into a hole."}.get(under, "")
+        return "\n".join("".join(line) for line in lines) + ending
+
+    def success(self, reward: float, terminated: bool) -> float | None:
+        row, column = divmod(int(self.world.s), self.world.ncol)
+        return float(self.world.desc[row][column] == b"G")
+
+
+class TaxiView(WordView):
+    """The map with the taxi in it, and where the passenger is and wants to go."""
+
+    words = ("south", "north", "east", "west", "pickup", "dropoff")
+    invalid_reward = -10.0  # what an illegal pickup or dropoff costs
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.rules = (
+            "You drive a taxi: go to the passenger, pick them up, go to their destination and drop them off.\n"
+            "The map: T is the taxi; R, G, Y and B are the stands, where passengers wait and get off; a square's sides "
+            "marked : can be passed, those marked | are walls.\n"
+            "Each turn is one step (north is up) or a pickup or dropoff. It costs 1; a pickup or dropoff where it is "
+            "not possible costs 10; bringing the passenger to the destination earns 20."
+        )
+        if _has_chance(self.world):
+            self.rules += "\nIt rains: a step may also go to either side of the direction you chose."
+        if self.world.fickle_passenger:
+            self.rules += "\nThe passenger may choose another destination once the taxi has left with them."
+
+    def state(self, observation: Any, reward: float | None) -> str:
+        row, column, passenger, destination = self.world.decode(int(observation))
+        lines = [[cell.decode() for cell in line] for line in self.world.desc]
+        lines[1 + row][1 + 2 * column] = "T"
+        stands = {place: name for name, place in zip(STANDS, self.world.locs, strict=True)}
+        at = f" (stand {stands[row, column]})" if (row, column) in stands else ""
+        if passenger == destination:
+            end = "The passenger has arrived."
+        else:
+            where = "is in the taxi" if passenger == len(STANDS) else f"waits at {STANDS[passenger]}"
+            end = f"The passenger {where} and wants to go to {STANDS[destination]}."
+        drawn = "\n".join("".join(line) for line in lines)
+        return f"{drawn}\nThe taxi is in row {row}, column {column}{at}, counted from 0. {end}"
+
+    def success(self, reward: float, terminated: bool) -> float | None:
+        return float(terminated)
+
+
+class Plan:
+    """The best actions of every state."""
+
+    def __init__(self, transitions: Transitions) -> None:
+        values = dict.fromkeys(transitions, 0.0)
+        for _ in range(SWEEPS):
+            change = 0.0
+            for state, actions in transitions.items():
+                best = max(_worth(outcomes, values) for outcomes in actions.values())
+                change = max(change, abs(best - values[state]))
+                values[state] = best
+            if change < PRECISION:
+                break
+        self._best: dict[int, list[int]] = {}
+        for state, actions in transitions.items():
+            worth = {action: _worth(outcomes, values) for action, outcomes in actions.items()}
+            top = max(worth.values())
+            self._best[state] = [action for action, value in worth.items() if value > top - 1e-6]
+
+    def choose(self, state: int, rng: random.Random) -> int:
+        """One of the best actions."""
+        return rng.choice(self._best[state])
+
+
+def _has_chance(world: Any) -> bool:
+    return any(len(outcomes) > 1 for actions in world.P.values() for outcomes in actions.values())
+
+
+def can_plan(world: Any) -> bool:
+    """Whether an environment (unwrapped) tells its transitions and its state."""
+    return isinstance(getattr(world, "P", None), dict) and hasattr(world, "s")
+
+
+def _worth(outcomes: list[tuple[float, int, float, bool]], values: dict[int, float]) -> float:
+    return sum(
+        probability * (reward + (0.0 if ends else DISCOUNT * values[state]))
+        for probability, state, reward, ends in outcomes
+    )
