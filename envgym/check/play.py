@@ -12,8 +12,8 @@ from typing import Any
 from envgym.engines.base import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
-from envgym.isolation import cancellation as heeding
-from envgym.isolation.cancellation import Unheeded, ends_us, heeded
+from envgym.isolation import cancellation
+from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
 from envgym.rollout.runner import apply_judgement, as_judgement
 from envgym.rollout.transcript import Transcript
@@ -246,9 +246,9 @@ class Player:
                 return await work
 
         try:
-            return await heeded(limited())
-        except Unheeded:
-            grace = heeding.GRACE_SECONDS
+            return await run_to_end(limited())
+        except StillRunning:
+            grace = cancellation.GRACE_SECONDS
             raise CallTimeout(
                 f"{what} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
             ) from None
@@ -284,7 +284,7 @@ class Player:
 
 def _of_environment(error: BaseException) -> BaseException:
     """`error`, where it is one of an episode. Raises what ends this process, or the check."""
-    if isinstance(error, SystemExit | KeyboardInterrupt) or ends_us(error):
+    if isinstance(error, SystemExit | KeyboardInterrupt) or is_shutdown(error):
         raise error
     return error
 

@@ -54,11 +54,12 @@ class Leaving:
     def _last(self) -> None:
         if os.getpid() != self._pid:  # a fork of ours that ends
             return
-        heeding = sys.modules.get("envgym.isolation.cancellation")
-        if heeding is None:  # nothing was played
+        cancellation = sys.modules.get("envgym.isolation.cancellation")
+        if cancellation is None:  # nothing was played
             return
         self._end_processes()
-        if heeding.left():  # code that swallows its end would be run once more when it is collected, perhaps for ever
+        # Code that swallows its cancellation would be run once more when it is collected, perhaps for ever.
+        if cancellation.abandoned():
             self._exit()
 
     def _exit(self) -> None:

@@ -387,10 +387,11 @@ class CheckedEnv(Env):
         """Await a method of the environment under its deadline."""
         deadline = Deadline(self.spec.config.call_timeout)
         try:
-            if self._thread is not None and method.__name__ in self._blocking:
-                result = await deadline.over(self._thread.call(method, *args, **kwargs))
-            else:
-                result = await deadline.over(method(*args, **kwargs))
+            async with deadline:
+                if self._thread is not None and method.__name__ in self._blocking:
+                    result = await self._thread.call(method, *args, **kwargs)
+                else:
+                    result = await method(*args, **kwargs)
             if not deadline.expired():
                 return result
         except TimeoutError:

@@ -1,7 +1,7 @@
-"""Users' code that may take no notice of its end: it swallows the cancellation, or raises what ends a program.
+"""Users' code that may ignore its cancellation: it swallows the `CancelledError`, or raises what ends a program.
 
-Cancelling a task is asking it. One that has been asked and goes on is left to itself after `GRACE_SECONDS`, so that it
-holds up neither the episodes beside it nor the end of the run; with the process it ends.
+Cancelling a task is a request. A task that goes on is abandoned after `GRACE_SECONDS`, so that it holds up neither the
+episodes beside it nor the end of the run; with the process it ends.
 """
 
 from __future__ import annotations
@@ -14,79 +14,79 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""How long what was cancelled may take to end."""
+"""Seconds a cancelled task may take to end."""
 
-_left: set[asyncio.Task[Any]] = set()
-"""What was left to itself; the loop itself keeps no hold of tasks."""
-_IGNORED: ContextVar[asyncio.Future[bool] | None] = ContextVar("IGNORED", default=None)
-"""Told where a deadline around the running code has passed a while ago and the code goes on."""
-
-
-class Unheeded(Exception):
-    """Something went on after it was cancelled, and was left to itself."""
+_abandoned: set[asyncio.Task[Any]] = set()
+"""Abandoned tasks; the loop itself keeps no hold of tasks."""
+_OVERRUN: ContextVar[asyncio.Future[bool] | None] = ContextVar("OVERRUN", default=None)
+"""Set where a deadline around the running code has passed a while ago and the code goes on."""
 
 
-async def heeded(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` comes to, in a task of its own. Raises `Unheeded` where a `Deadline` in it, or our own cancellation,
-    is not heeded."""
+class StillRunning(Exception):
+    """Code went on after it was cancelled, and was abandoned."""
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` in a task of its own and return its result. Raises `StillRunning` where it goes on after a `Deadline`
+    in it, or our own cancellation."""
     over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    token = _IGNORED.set(over)
-    job = asyncio.create_task(work)
-    _IGNORED.reset(token)
+    token = _OVERRUN.set(over)
+    task = asyncio.create_task(work)
+    _OVERRUN.reset(token)
 
-    def ended(job: asyncio.Task[T]) -> None:
+    def ended(task: asyncio.Task[T]) -> None:
         if not over.done():
             over.set_result(True)
 
-    job.add_done_callback(ended)
+    task.add_done_callback(ended)
     try:
         await over
     except asyncio.CancelledError:
-        job.cancel()
-        await end({job})
+        task.cancel()
+        await wait_for_end({task})
         raise
-    if not job.done():
-        leave(job)
-        raise Unheeded
-    return job.result()
+    if not task.done():
+        abandon(task)
+        raise StillRunning
+    return task.result()
 
 
-def ignored() -> asyncio.Future[bool] | None:
-    """What to set once the code that runs here is known to go on past its deadline."""
-    return _IGNORED.get()
+def overrun_signal() -> asyncio.Future[bool] | None:
+    """The future to set once the code that runs here is known to go on past its deadline."""
+    return _OVERRUN.get()
 
 
-async def end(cancelled: set[asyncio.Task[Any]]) -> None:
-    """Wait for tasks that were cancelled, each until it has ended or its grace is over."""
+async def wait_for_end(cancelled: set[asyncio.Task[Any]]) -> None:
+    """Wait for cancelled tasks, each until it has ended or its grace is over."""
     try:
         if cancelled:
             await asyncio.wait(cancelled, timeout=GRACE_SECONDS)
     finally:
-        for job in cancelled:
-            leave(job)
+        for task in cancelled:
+            abandon(task)
 
 
-def leave(job: asyncio.Task[Any]) -> None:
-    """Leave a task to itself, if it has not ended: nobody need wait for it any more."""
-    if not job.done():
-        _left.add(job)
-    job.add_done_callback(_forget)
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Stop waiting for a task. One that has not ended is counted in `abandoned` until it does."""
+    if not task.done():
+        _abandoned.add(task)
+    task.add_done_callback(_forget)
 
 
-def left() -> set[asyncio.Task[Any]]:
-    """The tasks that were left to themselves and have not ended since."""
-    return set(_left)
+def abandoned() -> set[asyncio.Task[Any]]:
+    """The abandoned tasks that have not ended since."""
+    return set(_abandoned)
 
 
-def _forget(job: asyncio.Task[Any]) -> None:
-    _left.discard(job)
-    if not job.cancelled():
-        job.exception()  # known; nobody waits for it
+def _forget(task: asyncio.Task[Any]) -> None:
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()  # known; nobody waits for it
 
 
-def ends_us(error: BaseException) -> bool:
-    """Whether `error` is the end of what runs here. Else users' code raised it: `SystemExit`, or the `CancelledError`
-    of another task that it waited for, is then an error like any other."""
+def is_shutdown(error: BaseException) -> bool:
+    """Whether `error` ends what runs here. Otherwise users' code raised it: `SystemExit`, or the `CancelledError` of
+    another task that it waited for, is then an error like any other."""
     if isinstance(error, asyncio.CancelledError):
         return is_being_cancelled()
     if isinstance(error, KeyboardInterrupt):  # a first Ctrl-C cancels, the next is raised wherever we are
@@ -95,7 +95,7 @@ def ends_us(error: BaseException) -> bool:
 
 
 def is_being_cancelled() -> bool:
-    """Whether somebody cancels the current task, or its time is over. Without that, a `CancelledError` is of another
-    task that was waited for."""
+    """Whether the current task is cancelled, or its time is over. Otherwise a `CancelledError` is of another task that
+    was waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

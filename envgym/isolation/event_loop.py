@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 
 from envgym.errors import EnvgymError
 
-from . import cancellation as heeding
-from .cancellation import end, left
+from . import cancellation
+from .cancellation import abandoned, wait_for_end
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             _end_all(loop)
             ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
             ending.start()
-            ending.join(heeding.GRACE_SECONDS)
+            ending.join(cancellation.GRACE_SECONDS)
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -103,18 +103,18 @@ def _end_all(loop: asyncio.AbstractEventLoop) -> None:
         if not task.cancelling():  # a second time would interrupt one that is cleaning up
             task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        _complete_quietly(loop, end(tasks))
+        _complete_quietly(loop, wait_for_end(tasks))
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler({"message": "raised while the loop ends", "exception": error, "task": task})
     _complete_quietly(loop, _generators_end(loop))
-    for task in left():
+    for task in abandoned():
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is known, and was said
 
 
 async def _generators_end(loop: asyncio.AbstractEventLoop) -> None:
     closing = asyncio.ensure_future(loop.shutdown_asyncgens())
-    await end({closing})
+    await wait_for_end({closing})
 
 
 def _complete_quietly(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:

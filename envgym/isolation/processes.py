@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,11 @@ class Processes:
 
     async def start(self) -> None:
         """Start all of them. Raises what the class's constructor raises; then nothing is left running."""
+        starting = [asyncio.create_task(process.start()) for process in self._members]
         try:
-            await asyncio.gather(*(process.start() for process in self._members))
+            await asyncio.gather(*starting)
         except BaseException:
+            await _cancel(starting)
             await self.close()
             raise
 
@@ -86,11 +88,18 @@ class Processes:
 
     async def close(self) -> None:
         """End them all. What they printed is kept where one failed."""
-        for giving_back in list(self._giving_back):
-            giving_back.cancel()
+        await _cancel(self._giving_back)
         await asyncio.gather(*(process.close() for process in self._members))
         if self._temporary is not None and not any(process.failed for process in self._members):
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended: one that was starting a process kills it first."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Process:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
-from envgym.isolation.cancellation import ends_us
+from envgym.isolation.cancellation import is_shutdown
 from envgym.loading import names_file
 from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
@@ -58,7 +58,7 @@ class Hosted:
         try:
             return Split(size=self.spec.tasks(name).size)
         except BaseException as error:  # no held-out file, say: the other split is still of use
-            if ends_us(error):
+            if is_shutdown(error):
                 raise
             ours = isinstance(error, EnvgymError)
             return Split(error=_said(error) if ours else f"{type(error).__name__}: {_said(error)}")
@@ -125,7 +125,7 @@ class Hosted:
         except Problem:
             raise
         except BaseException as error:
-            if ends_us(error):
+            if is_shutdown(error):
                 raise
             if deadline.expired():
                 self._metrics.failures.add(self.name, "environment-timeout")

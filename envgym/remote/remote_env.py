@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
-from envgym.isolation.deadline import standing_still
+from envgym.isolation.deadline import pause_timeouts
 from envgym.types import Action, Observation, Task
 
 from .encoding import encode
@@ -83,7 +83,7 @@ class RemoteEnv(CheckedEnv):
         try:
             async with deadline:
                 while True:
-                    with standing_still():  # waiting for a place is not the episode's own time
+                    with pause_timeouts():  # waiting for a place is not the episode's own time
                         await self.acquire()
                     assert self._place is not None
                     place = self._place

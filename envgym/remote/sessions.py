@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
-from envgym.isolation.cancellation import ends_us
+from envgym.isolation.cancellation import is_shutdown
 from envgym.types import Action
 
 from .encoding import encodable_info, encode
@@ -139,7 +139,7 @@ class Session:
                     await self._env.close()
             # The session is over either way, its client has nobody to tell, and nobody else cancels this task.
             except BaseException as error:
-                if not isinstance(error, asyncio.CancelledError) and ends_us(error):
+                if not isinstance(error, asyncio.CancelledError) and is_shutdown(error):
                     raise
                 logger.exception("session %s: the environment did not close", self.id)
 
@@ -178,7 +178,7 @@ class Session:
                 )
             )
         except BaseException as error:
-            if ends_us(error):
+            if is_shutdown(error):
                 raise
             raise self.hosted.raised(error, f"step {self._step_id}") from None
         finally:

@@ -30,8 +30,8 @@ from envgym.errors import (
     WorkerError,
 )
 from envgym.hashing import derived_seed, task_hash
-from envgym.isolation import cancellation as heeding
-from envgym.isolation.cancellation import Unheeded, ends_us, heeded
+from envgym.isolation import cancellation
+from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Task
@@ -199,12 +199,12 @@ class Runner:
             start = time.monotonic()
             # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
             seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
-            episode = await heeded(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
-        except Unheeded:
+            episode = await run_to_end(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
+        except StillRunning:
             is_left = True
             episode = Episode(id="", task=task, outcome=_left_to_itself(spec))
         except BaseException as error:
-            if isinstance(error, WorkerDied) or ends_us(error):
+            if isinstance(error, WorkerDied) or is_shutdown(error):
                 raise  # the engine is gone, or the run is ending: no episode can go on
             episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=False))
         finally:
@@ -228,7 +228,7 @@ class Runner:
                 raise TimeoutError
             return episode
         except BaseException as error:
-            if isinstance(error, WorkerDied) or ends_us(error):
+            if isinstance(error, WorkerDied) or is_shutdown(error):
                 raise
             return Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
 
@@ -261,14 +261,14 @@ class Runner:
 
         async def close() -> None:
             # One that is still at work may well not close either.
-            async with Deadline(heeding.GRACE_SECONDS) if is_left else contextlib.nullcontext():
+            async with Deadline(cancellation.GRACE_SECONDS) if is_left else contextlib.nullcontext():
                 await env.close()
 
         try:
             if env.has_close:
-                await heeded(close())
+                await run_to_end(close())
         except BaseException as error:
-            if ends_us(error):
+            if is_shutdown(error):
                 raise
         finally:
             env.leave()
@@ -291,13 +291,13 @@ class Runner:
                     raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
                 return verdicts
             except BaseException as error:
-                if isinstance(error, WorkerDied) or ends_us(error):
+                if isinstance(error, WorkerDied) or is_shutdown(error):
                     raise  # a model that judges is gone
                 return self._failure(error, timed_out=deadline.expired())
 
         try:
-            verdicts = await heeded(asked())
-        except Unheeded:
+            verdicts = await run_to_end(asked())
+        except StillRunning:
             verdicts = _left_to_itself(spec)
         if isinstance(verdicts, Outcome):
             for episode in finished:
@@ -317,7 +317,7 @@ def _fail(episode: Episode, outcome: Outcome) -> None:
 
 def _left_to_itself(spec: EnvSpec) -> Outcome:
     """That of an episode whose environment cannot be stopped. Not tried again: the next would stay as well."""
-    message = f"{spec.id} goes on {heeding.GRACE_SECONDS:g} s after it was cancelled, and is left to itself"
+    message = f"{spec.id} goes on {cancellation.GRACE_SECONDS:g} s after it was cancelled, and is left to itself"
     return Outcome.failed("does_not_end", message)
 
 

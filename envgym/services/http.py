@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from envgym.errors import InvalidOutcome
-from envgym.isolation.deadline import standing_still
+from envgym.isolation.deadline import pause_timeouts
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
@@ -122,7 +122,7 @@ class JsonCaller:
 
     async def _turn(self) -> None:
         """Wait until the rate limit, and the pause a server asked for, allow a request."""
-        with standing_still():
+        with pause_timeouts():
             async with self._line:  # in the order of arrival; who gives up leaves it, and takes no request's place
                 start = time.monotonic()
                 while (later := max(self._next_start, self._not_before)) > start:

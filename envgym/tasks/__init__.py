@@ -7,6 +7,6 @@ from .spec import DataEnvConfig, DataEnvSpec, FunctionTasks
 from .split import TaskSplits, load_tasks
 
 __all__ = [
-    "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "FunctionTasks", "InProportion", "Interleaved", "SourceConfig",
-    "TaskSplits", "load_tasks", "prompt_key",
+    "DataConfig", "DataEnvConfig", "DataEnvSpec", "Form", "FunctionTasks", "InProportion", "Interleaved",
+    "SourceConfig", "TaskSplits", "load_tasks", "prompt_key",
 ]  # fmt: skip

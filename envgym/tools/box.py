@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.isolation.cancellation import ends_us, leave
+from envgym.isolation.cancellation import abandon, is_shutdown
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 from .schema import WrongArguments
@@ -122,7 +122,7 @@ async def _run(tool: Tool, call: ToolCall) -> str:
     except Exception:
         raise
     except BaseException as error:
-        if ends_us(error):
+        if is_shutdown(error):
             raise
         is_cancelled = isinstance(error, asyncio.CancelledError)
         raise ToolFailure("the call was cancelled" if is_cancelled else type(error).__name__) from None
@@ -135,7 +135,7 @@ async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:
     for job in running:
         if not job.cancelling():  # a second time would interrupt one that is cleaning up
             job.cancel()
-        leave(job)
+        abandon(job)
     if running:
         await asyncio.wait(running, timeout=GRACE)
 

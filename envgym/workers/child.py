@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym import errors
-from envgym.isolation.cancellation import ends_us
+from envgym.isolation.cancellation import is_shutdown
 
 from .frames import Outbox, read_frame
 
@@ -113,7 +113,7 @@ class Host:
         try:
             self._outbox.post((call, None, await result))
         except BaseException as error:
-            if isinstance(error, SystemExit | KeyboardInterrupt) or ends_us(error):
+            if isinstance(error, SystemExit | KeyboardInterrupt) or is_shutdown(error):
                 raise
             self._fail(call, error)
 

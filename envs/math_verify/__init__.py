@@ -2,7 +2,6 @@ r"""Mathematics in one turn: a problem, an answer in `\boxed{…}`, checked with
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import random
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from envgym.types import Action, Message, Task, as_messages
 
 from .answers import boxed, judge_at_once, reference
 from .arithmetic import Operation, held_out_tasks, train_task
-from .grader import Grader, Verdict
+from .grader import Grader
+from .worker import Verdict
 
 
 class MathVerifyConfig(DataEnvConfig):
@@ -83,7 +83,7 @@ class MathVerify(DataEnvSpec):
 
     async def teardown(self) -> None:
         if self._grader is not None:
-            await asyncio.to_thread(self._grader.close)
+            await self._grader.close()
             self._grader = None
         await super().teardown()
 

@@ -1,105 +1,128 @@
-"""The grading process: reads `{"id", "answer", "gold", "cpu"}` as JSON lines, writes `{"id", "correct"}`.
+"""A grading process: the class that `Processes` hosts.
 
-It is run as a file of its own and imports nothing of envgym, so that it starts fast wherever envgym lies. It dies with
-its parent.
 Sympy can take for ever or take all memory: the limit of memory is set here, and the CPU time that an answer may take
-(`cpu`, in seconds) ends the process. The library's own timeouts are switched off.
-
-What grades is a child of a process that has the library loaded: one that ends is replaced in milliseconds, where a
-start takes seconds. Each child first writes `{"ready": its process id, "ended": the signal that ended the one before}`.
-
-Usage: worker.py PARENT_PID NICENESS
+ends the process that computes. That one is a child, forked from the host with the library loaded: its successor is
+there in milliseconds, where a start takes seconds. The library's own timeouts are switched off.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-import gc
-import json
 import logging
+import multiprocessing
 import os
 import resource
 import signal
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from envgym.errors import WorkerError
 
 MEMORY_BYTES = 2 * 2**30
 WARM_UP = ((r"\frac{1}{2}", "0.5"), ("(x+1)^2", "x^2+2x+1"), (r"\{1, 2\}", r"\{2, 1\}"), ("[1, 2)", "[2, 3)"))
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def main() -> None:
-    parent, niceness = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(niceness)
-    # Parsers print: keep the reply pipe to ourselves and send what they say nowhere.
-    replies = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    logging.disable()
-    try:
-        for answer, gold in WARM_UP:  # the first calls build the parser's tables, and import what they need
-            grade(answer, gold)
-    except Exception as error:
-        _reply(replies, error=f"{type(error).__name__}: {error}")
-        sys.exit(1)
-    gc.freeze()
-    ended = 0
-    while True:
-        child = os.fork()
-        if child == 0:
-            _serve(replies, ended)
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) == 0:
-            return  # nobody asks any more
-        ended = os.WTERMSIG(status)
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the answer is right; `failure` is `timeout` where grading it ran out of time, or never had its turn
+    behind others that did, and `crash` where it killed the process twice."""
+
+    correct: bool
+    failure: Literal["", "timeout", "crash"] = ""
 
 
-def _serve(replies: int, ended: int) -> None:
-    """Grade in a child, until nobody asks any more. Never returns."""
-    try:
-        _die_with(os.getppid())
-        _reply(replies, ready=os.getpid(), ended=ended)
-        while line := _line():
-            request = json.loads(line)
-            signal.setitimer(signal.ITIMER_PROF, request["cpu"])  # its signal ends the process
-            try:
-                correct = grade(request["answer"], request["gold"])
-            except (Exception, RecursionError):  # whatever an answer brings the library to raise, it is not right
-                correct = False
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _reply(replies, id=request["id"], correct=correct)
-        os._exit(0)
-    finally:
-        os._exit(1)
+class Worker:
+    """Grades one answer at a time, in a child."""
+
+    def __init__(self, niceness: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(niceness)
+        logging.disable()
+        try:
+            for answer, gold in WARM_UP:  # the first calls build the parser's tables, and import what they need
+                is_right(answer, gold)
+        except Exception as error:
+            raise WorkerError(f"grading processes do not start: {type(error).__name__}: {error}") from None
+        self._child: Child | None = None
+
+    async def grade(self, answer: str, gold: str, cpu: float, timeout: float) -> Verdict | None:
+        """The verdict on an answer, or None where it takes more than `cpu` seconds of CPU time (0: no limit)."""
+        child = self._child = self._child or Child()
+        try:
+            async with asyncio.timeout(timeout):
+                return Verdict(await child.grade(answer, gold, cpu))
+        except TimeoutError:
+            self.close()
+            return Verdict(False, "timeout")
+        except (EOFError, OSError):
+            return None if self.close() == -signal.SIGPROF else Verdict(False, "crash")
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    def close(self) -> int | None:
+        """End the child. Returns its exit code: minus the signal that ended it."""
+        child, self._child = self._child, None
+        return None if child is None else child.end()
+
+    def ping(self) -> None:
+        """A sign of life."""
 
 
-def _die_with(parent: int) -> None:
+class Child:
+    """The process that computes."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._connection, os.getpid()))
+        self._process.start()
+        theirs.close()
+
+    async def grade(self, answer: str, gold: str, cpu: float) -> bool:
+        """Raises `EOFError` or `OSError` where the process dies."""
+        self._connection.send((answer, gold, cpu))
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._connection.fileno(), readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._connection.fileno())
+        return bool(self._connection.recv())
+
+    def end(self) -> int | None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+        return self._process.exitcode
+
+
+def _serve(connection: Connection, of_host: Connection, parent: int) -> None:
+    of_host.close()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+    for stream in (1, 2):  # parsers print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    while True:
+        answer, gold, cpu = connection.recv()
+        signal.setitimer(signal.ITIMER_PROF, cpu)  # its signal ends the process
+        try:
+            correct = is_right(answer, gold)
+        except Exception:  # whatever an answer brings the library to raise, it is not right
+            correct = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send(correct)
 
 
-def _line() -> bytes:
-    """The next request; of several the last, for the others were given up when a child before this one died."""
-    line = b""
-    while not line.endswith(b"\n"):
-        chunk = os.read(0, 65536)
-        if not chunk:
-            return b""
-        line += chunk
-    return line.splitlines()[-1]
-
-
-def _reply(replies: int, **message: Any) -> None:
-    os.write(replies, json.dumps(message).encode() + b"\n")
-
-
-def grade(answer: str, gold: str) -> bool:
+def is_right(answer: str, gold: str) -> bool:
     """Whether `answer` means the same as `gold`, as math-verify sees it, and leaves nothing to be carried out."""
     from math_verify import verify
 
@@ -145,7 +168,3 @@ def _parse(text: str) -> Any:
     from math_verify import parse
 
     return parse(rf"\boxed{{{text}}}", parsing_timeout=None)
-
-
-if __name__ == "__main__":
-    main()

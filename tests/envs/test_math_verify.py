@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from envgym.env import EnvSpec
 from envgym.envs.math_verify import grader
 from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
 from envgym.envs.math_verify.arithmetic import held_out_tasks, train_task
-from envgym.errors import ConfigError, MissingDependency, WorkerError
+from envgym.envs.math_verify.worker import Verdict
+from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
+from envgym.isolation.processes import Processes
 from envgym.types import Task
 
 TOWER = "9^{9^{9^{9}}}"
@@ -318,11 +321,16 @@ def test_a_hanging_answer_holds_up_only_its_own_process():
 
 def test_equal_questions_are_graded_once(monkeypatch):
     """Eight members of a group give one hostile answer: one deadline passes, not eight."""
-    asked, grade = [], grader.Worker.grade
-    monkeypatch.setattr(grader.Worker, "grade", lambda self, *args: asked.append(args) or grade(self, *args))
+    asked, call = [], Processes.call
+
+    async def counted(self, method, *args, timeout):
+        asked.append(args)
+        return await call(self, method, *args, timeout=timeout)
+
+    monkeypatch.setattr(Processes, "call", counted)
 
     async def main():
-        async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
+        async with envgym.spec("math_verify", grader_timeout=0.5) as spec:
             return await asyncio.gather(*(spec.grade(TOWER, "x+5") for _ in range(8)))
 
     assert {verdict.failure for verdict in asyncio.run(main())} == {"timeout"}
@@ -334,23 +342,24 @@ def test_what_could_not_be_graded_is_graded_anew_and_what_could_is_kept(monkeypa
     asked = []
 
     class Busy:
-        def __init__(self, niceness):
+        def __init__(self, *args, **kwargs):
             pass
 
-        def grade(self, answer, gold, cpu, timeout):
+        async def start(self):
+            pass
+
+        async def call(self, method, answer, *args, timeout):
             asked.append(answer)
             if len(asked) == 1:
-                raise TimeoutError
+                raise CallTimeout("busy")
             if len(asked) == 2:
                 raise WorkerError("it did not start")
-            return True
+            return Verdict(True)
 
-        def kill(self):
+        async def close(self):
             pass
 
-        close = kill
-
-    monkeypatch.setattr(grader, "Worker", Busy)
+    monkeypatch.setattr(grader, "Processes", Busy)
 
     async def main():
         async with envgym.spec("math_verify", grader_processes=1) as spec:
@@ -372,13 +381,13 @@ def test_a_killed_process_is_replaced_and_its_answer_tried_again(whole):
     async def main():
         async with envgym.spec("math_verify", grader_processes=1, grader_timeout=20) as spec:
             assert (await spec.grade("1+x", "x+1")).correct
-            [(template, child)] = processes(spec)
+            [(template, child)] = processes()
             os.kill(child, signal.SIGSTOP)  # so that the answer is surely in its hands when it dies
             graded = asyncio.ensure_future(spec.grade("2+x", "x+2"))
             await asyncio.sleep(0)
             os.kill(template if whole else child, signal.SIGKILL)
             verdict = await graded
-            [(template_after, child_after)] = processes(spec)
+            [(template_after, child_after)] = processes()
             assert child_after != child
             assert (template_after != template) == whole
             return verdict
@@ -386,9 +395,10 @@ def test_a_killed_process_is_replaced_and_its_answer_tried_again(whole):
     assert asyncio.run(main()).correct
 
 
-def processes(spec):
-    """The grading processes: the one that is kept, and its child."""
-    return [(worker._process.pid, worker._child) for worker in spec._grader._workers]
+def processes():
+    """The grading processes: the one that is kept, and its child, where it has one."""
+    kept = [process for process in psutil.Process().children() if "envgym.workers.child" in process.cmdline()]
+    return [(process.pid, *(child.pid for child in process.children())) for process in kept]
 
 
 def test_costly_answers_make_nobody_wait_longer_than_a_slice():
@@ -423,12 +433,12 @@ def test_an_honest_answer_that_takes_more_than_a_slice_is_right(monkeypatch):
 
 def test_processes_that_cannot_start_are_an_error_and_no_verdict(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('half installed')")
+    monkeypatch.syspath_prepend(tmp_path)
 
     async def main():
         async with envgym.spec("math_verify") as spec:
             await spec.grade("1+x", "x+1")
 
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(WorkerError, match="grading processes do not start: ImportError: half installed"):
         asyncio.run(main())
 
@@ -452,7 +462,7 @@ def test_teardown_ends_every_process_at_once_also_those_that_hang():
             await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("y^{1000}", "x"))  # a process of either kind
             hanging = [asyncio.ensure_future(spec.grade(f"{n}{TOWER}", "x+5")) for n in range(5)]
             await spec.grade("2+x", "x+2")
-            pids = [pid for pair in processes(spec) for pid in pair if pid]
+            pids = [pid for pair in processes() for pid in pair]
         outcomes = await asyncio.gather(*hanging, return_exceptions=True)
         assert all(isinstance(outcome, WorkerError) for outcome in outcomes)
         return pids
@@ -468,13 +478,13 @@ def test_teardown_ends_every_process_at_once_also_those_that_hang():
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 def test_nothing_is_left_when_the_parent_is_killed():
     script = f"""
-import asyncio, envgym
+import asyncio, envgym, psutil
 async def main():
     async with envgym.spec("math_verify", grader_timeout=1000) as spec:
         await asyncio.gather(spec.grade("1+x", "x+1"), spec.grade("y^{1000}", "x"))
         hanging = asyncio.ensure_future(spec.grade({TOWER!r}, "x+5"))
         await spec.grade("2+x", "x+2")
-        print(*[p for w in spec._grader._workers for p in (w._process.pid, w._child) if p], flush=True)
+        print(*[process.pid for process in psutil.Process().children(recursive=True)], flush=True)
         await hanging
 asyncio.run(main())
 """

@@ -1,4 +1,4 @@
-"""Deadlines, all behind one timer of their event loop, that stand still while a rate limit is waited for.
+"""Deadlines that pause while a rate limit is waited for.
 
 By a clock that moves only where everything waits: to the moment of the next timer.
 """
@@ -9,12 +9,10 @@ import gc
 import random
 import selectors
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
-from envgym.isolation import deadline as deadline_module
-from envgym.isolation.deadline import Deadline, standing_still
+from envgym.isolation.deadline import Deadline, pause_timeouts
 
 
 class Skipping(selectors.DefaultSelector):
@@ -40,13 +38,8 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 @pytest.fixture
-def run(monkeypatch):
+def run():
     """`asyncio.run` by that clock."""
-
-    def now():
-        return asyncio.get_running_loop().time()
-
-    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=now))
 
     def run(work):
         with asyncio.Runner(loop_factory=Loop) as runner:
@@ -56,7 +49,7 @@ def run(monkeypatch):
 
 
 async def waiting(seconds):
-    with standing_still():
+    with pause_timeouts():
         await asyncio.sleep(seconds)
 
 
@@ -198,11 +191,15 @@ def test_an_event_loop_in_which_deadlines_were_used_is_forgotten(run):
 
 
 async def waiting_under(deadline):
+    await within(deadline, asyncio.sleep(100))
+
+
+async def within(deadline, work):
     async with deadline:
-        await asyncio.sleep(100)
+        return await work
 
 
-def test_work_is_under_its_deadline_from_its_first_wait_on(run):
+def test_all_of_the_work_is_under_its_deadline(run):
     async def held(seconds, *, blocks=0.0):
         asyncio.get_running_loop().clock.now += blocks  # as an environment may that does not await
         await asyncio.sleep(seconds)
@@ -214,10 +211,10 @@ def test_work_is_under_its_deadline_from_its_first_wait_on(run):
             await waiting(0.2)
         return "nested"
 
-    async def stands_still_first():
+    async def pauses_first():
         await waiting(0.2)
         await asyncio.sleep(0.05)
-        return "still"
+        return "paused"
 
     async def at_once():
         return "at once"
@@ -227,16 +224,16 @@ def test_work_is_under_its_deadline_from_its_first_wait_on(run):
         raise KeyError("its own")
 
     async def main():
-        assert await Deadline(0.1).over(at_once()) == "at once"
-        assert await Deadline(0.2).over(held(0.05)) == "done"
-        assert await Deadline(0.1).over(nested()) == "nested"
-        assert await Deadline(0.1).over(stands_still_first()) == "still"
+        assert await within(Deadline(0.1), at_once()) == "at once"
+        assert await within(Deadline(0.2), held(0.05)) == "done"
+        assert await within(Deadline(0.1), nested()) == "nested"
+        assert await within(Deadline(0.1), pauses_first()) == "paused"
         with pytest.raises(KeyError, match="its own"):
-            await Deadline(0.1).over(raises())
+            await within(Deadline(0.1), raises())
         for work in (held(0.3), held(0.1, blocks=0.15)):
             deadline = Deadline(0.2)
             with pytest.raises(TimeoutError):
-                await deadline.over(work)
+                await within(deadline, work)
             assert deadline.expired()
 
     run(main())
@@ -255,7 +252,7 @@ def test_work_under_a_deadline_is_cancelled_with_who_waits_for_it(run):
                 raise
 
         deadline = Deadline(5)
-        task = asyncio.create_task(deadline.over(work()))
+        task = asyncio.create_task(within(deadline, work()))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -273,7 +270,7 @@ def test_a_clock_that_is_set_again_while_it_rings_does_no_harm(run):
 
         async def turns():
             while True:
-                with standing_still():  # sets the clock anew, without waiting
+                with pause_timeouts():  # sets the clock anew, without waiting
                     pass
                 asyncio.get_running_loop().clock.now += 0.01
                 await asyncio.sleep(0)

@@ -13,8 +13,7 @@ from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
-from envgym.isolation import cancellation as heeding
-from envgym.isolation import event_loop
+from envgym.isolation import cancellation, event_loop
 from envgym.rollout.runner import Play, Runner, apply_judgement
 from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
 
@@ -489,7 +488,7 @@ class Deaf:
 
 @pytest.fixture
 def deaf(monkeypatch):
-    monkeypatch.setattr(heeding, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(cancellation, "GRACE_SECONDS", 0.05)
     return Deaf()
 
 
@@ -537,7 +536,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
             await deaf()
             await engine.generate([1, 2])
 
-    before = heeding.left()
+    before = cancellation.abandoned()
 
     async def main():
         engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
@@ -545,7 +544,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
         [group] = await runner.play(TASKS[:1], Play("p", SAMPLING, 1))
         assert outcomes([group])[0].reason == "does_not_end"
-        left = heeding.left() - before
+        left = cancellation.abandoned() - before
         deaf.free.set()
         await asyncio.wait(left)
         assert engine.requests == []
@@ -570,13 +569,13 @@ def test_a_stop_leaves_behind_what_goes_on(world, deaf):
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        assert len(heeding.left() - before) == 3 == world.closed
+        assert len(cancellation.abandoned() - before) == 3 == world.closed
 
     started, all_started, spec = [], asyncio.Event(), make_spec(world)
     spec.env_class.step = step
-    before = heeding.left()
+    before = cancellation.abandoned()
     event_loop.run(main())
-    assert len(heeding.left() - before) == 6
+    assert len(cancellation.abandoned() - before) == 6
     assert deaf.heard >= 6
 
 
