@@ -43,7 +43,7 @@ class MultiTurn(TokenLevel):
         turns = 0
         while True:
             generation = await transcript.sample(observation.sampling)
-            message = dialogue.said(generation.token_ids)
+            message = dialogue.add_policy_turn(generation.token_ids)
             calls, said = message.tool_calls, dialogue.content
             action = Action(message.text, generation.token_ids, calls, generation.stop_reason, said if calls else None)
             observation, reward, terminated, truncated, info = await env.step(action)
@@ -55,7 +55,7 @@ class MultiTurn(TokenLevel):
                 if terminated:
                     return Outcome.completed()
                 return Outcome.truncated("environment" if truncated else "turns")
-            extension = dialogue.reply(observation)
+            extension = dialogue.add_observation(observation)
             if extension.fork:
                 transcript.begin(extension.token_ids)
             else:

@@ -21,14 +21,14 @@ class Replay(Agent):
         dialogue, transcript = self.renderer.dialogue(), Transcript(None)
         transcript.begin(dialogue.begin(observation))
         for number, turn in enumerate(turns, start=1):
-            token_ids = dialogue.demonstrate(turn)
+            token_ids = dialogue.add_demonstration(turn)
             transcript.demonstrate(token_ids)
             if number == len(turns):
                 break
             observation, _, terminated, truncated, _ = await env.step(demonstrated(turn, token_ids))
             if terminated or truncated:
                 raise InvalidOutcome("demonstration", f"{task.key}: it goes on after the episode has ended")
-            extension = dialogue.reply(observation)
+            extension = dialogue.add_observation(observation)
             if extension.fork:
                 transcript.begin(extension.token_ids)
             else:

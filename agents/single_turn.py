@@ -24,7 +24,7 @@ class SingleTurn(TokenLevel):
         dialogue = self.renderer.dialogue()
         transcript.begin(dialogue.begin(replace(observation, tools=())))
         generation = await transcript.sample(observation.sampling)
-        message = dialogue.said(generation.token_ids)
+        message = dialogue.add_policy_turn(generation.token_ids)
         action = Action(message.text, generation.token_ids, stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
         transcript.paid(reward, info)

@@ -95,7 +95,7 @@ class Conversation:
             branch.transcript.begin(branch.dialogue.begin(observation))
             self._branches.append(branch)
         else:
-            extension = branch.dialogue.reply(Observation(tuple(messages[len(branch.known) :])))
+            extension = branch.dialogue.add_observation(Observation(tuple(messages[len(branch.known) :])))
             if extension.fork:
                 branch.transcript.begin(extension.token_ids)
             else:
@@ -111,7 +111,7 @@ class Conversation:
             raise
         finally:
             branch.busy = False
-        message = branch.dialogue.said(generation.token_ids)
+        message = branch.dialogue.add_policy_turn(generation.token_ids)
         # A malformed call has no form in the API: the program gets it as the text it is.
         calls = () if any(call.error for call in message.tool_calls) else message.tool_calls
         content = branch.dialogue.content if calls else message.text

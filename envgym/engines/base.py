@@ -1,17 +1,19 @@
-"""What an engine is: token ids and sampling parameters in; token ids, log-probabilities and versions out."""
+"""The interface of engines: token ids and sampling parameters in; token ids, log-probabilities and versions out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from envgym.errors import PromptTooLong
 from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one turn. Frozen: no two episodes can share mutable parameters.
+    """Parameters for sampling one turn. Frozen: no two episodes can share mutable parameters.
 
     With `top_p` below 1 the support is cut and importance ratios are biased, so the default is 1.
     `temperature` 0 is greedy. `seed` makes one request repeatable (deterministic mode).
@@ -27,17 +29,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation to make. `id` is unique among those in flight; `multi_modal` is passed through."""
+    """One generation to make. `id` is unique among those in flight."""
 
     id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    multi_modal: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was sampled: `token_ids` [T] (end-of-turn token included), `logprobs` [T] in nats of the
+    """A sampled turn: `token_ids` [T] (end-of-turn token included), `logprobs` [T] in nats of the
     distribution sampled from, why it ended, and which policy version sampled which tokens."""
 
     token_ids: tuple[int, ...]
@@ -48,11 +49,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself when it is ready: kind (`vllm 0.32.0`), context length in tokens."""
+    """A started engine: kind (`vllm 0.32.0`), context length in tokens."""
 
     kind: str
     max_model_len: int
-    notes: tuple[str, ...] = field(default=())
 
 
 class Engine(Protocol):
@@ -90,13 +90,29 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Give accelerator memory back (weights and cache); a no-op on a CPU."""
-        ...
-
-    async def wake(self) -> None: ...
-
     async def close(self) -> None: ...
+
+
+def max_new_tokens(request: Request, max_model_len: int) -> int:
+    """The number of tokens to sample at most: those asked for, cut to what fits after the prompt.
+
+    Raises `PromptTooLong` where not one fits.
+    """
+    prompt = len(request.token_ids)
+    if prompt >= max_model_len:
+        raise PromptTooLong(
+            f"a prompt of {prompt} tokens leaves no room to answer in a context of {max_model_len}: "
+            "raise max_model_len or shorten the prompt"
+        )
+    return min(request.sampling.max_tokens, max_model_len - prompt)
+
+
+def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
+    """Raise `PromptTooLong` where a sequence to score is longer than the context."""
+    if len(token_ids) > max_model_len:
+        raise PromptTooLong(
+            f"{len(token_ids)} tokens cannot be scored in a context of {max_model_len}: raise max_model_len"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +127,8 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What was said, its tool calls parsed (those that cannot be read have an `error`), why it ended, and the tokens
-    it took; None where the engine does not count them."""
+    """The answer, its tool calls parsed (those that cannot be read have an `error`), why it ended, and the tokens it
+    took; None where the engine does not count them."""
 
     message: Message
     stop_reason: StopReason

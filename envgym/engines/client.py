@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
-from envgym.workers.runtime import Runtime, WorkerHandle
+from envgym.workers.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .base import EngineInfo, Generation, Request
 
 LOOK_SECONDS = 30.0
-"""How often to look whether the engine moves while requests wait for it."""
+"""Seconds between two looks whether the engine moves, while requests wait for it."""
 PATIENCE = 20
-"""How many looks in a row may find that it has not taken a single step: then it hangs, or was left paused. However long
-an answer or a queue is, there are steps all the while. (Looks and not seconds, for a run that was stopped for the night
+"""Looks in a row that may find that it has not taken a single step: then it hangs, or was left paused. However long an
+answer or a queue is, there are steps all the while. (Looks and not seconds, for a run that was stopped for the night
 and goes on.)"""
-CONTROL_SECONDS = 3600.0
-"""How long any other call may take; new weights take longest."""
 
 
 class EngineClient:
@@ -67,12 +65,6 @@ class EngineClient:
     async def resume(self) -> None:
         await self._control("resume")
 
-    async def sleep(self) -> None:
-        await self._control("sleep")
-
-    async def wake(self) -> None:
-        await self._control("wake")
-
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
@@ -80,12 +72,12 @@ class EngineClient:
 
     async def _control(self, method: str, *args: Any) -> Any:
         try:
-            async with asyncio.timeout(CONTROL_SECONDS) as limit:
+            async with asyncio.timeout(CALL_SECONDS) as limit:
                 return await self._handle.call(method, *args)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise WorkerDied(f"the engine hangs: {method} did not end within {CONTROL_SECONDS:.0f} s") from None
+            raise WorkerDied(f"the engine hangs: {method} did not end within {CALL_SECONDS:.0f} s") from None
 
     async def _wait_for(self, method: str, *args: Any) -> Any:
         """Make a call that may take as long as it needs while the engine moves."""

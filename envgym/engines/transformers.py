@@ -19,9 +19,8 @@ import transformers
 from envgym.errors import ConfigError, WorkerError
 from envgym.types import StopReason, VersionSpan
 
-from .base import EngineInfo, Generation, Request, SamplingParams
-from .checkpoint import check_model_folder, end_tokens, read_weights
-from .context import check_fits, max_new_tokens
+from .base import EngineInfo, Generation, Request, SamplingParams, check_fits, max_new_tokens
+from .model_folder import check_model_folder, end_tokens, read_weights
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""
@@ -157,16 +156,6 @@ class TransformersEngine:
 
     async def resume(self) -> None:
         self._may_step.set()
-
-    async def sleep(self) -> None:
-        await self.pause()
-        self._model.to("cpu")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    async def wake(self) -> None:
-        self._model.to(self._device)
-        await self.resume()
 
     async def close(self) -> None:
         if self._sampling is not None:

@@ -16,9 +16,8 @@ from typing import Any
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.types import StopReason, VersionSpan
 
-from .base import EngineInfo, Generation, Request
-from .checkpoint import check_model_folder, end_tokens, read_weights
-from .context import check_fits, max_new_tokens
+from .base import EngineInfo, Generation, Request, check_fits, max_new_tokens
+from .model_folder import check_model_folder, end_tokens, read_weights
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
@@ -115,10 +114,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
-        if request.multi_modal is not None:
-            prompt["multi_modal_data"] = request.multi_modal
-        output = (await self._run(request.id, prompt, sampling)).outputs[0]
+        output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
         return Generation(
@@ -146,7 +142,7 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._scores += 1
-        output = await self._run(f"score-{self._scores}", {"prompt_token_ids": prompt}, sampling)
+        output = await self._run(f"score-{self._scores}", prompt, sampling)
         if output.outputs[0].finish_reason not in STOP_REASONS:
             raise WorkerError(_given_up(output.outputs[0].finish_reason))
         logprobs = list(output.prompt_logprobs.logprobs)
@@ -182,27 +178,16 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._may_step.set()
 
-    async def sleep(self) -> None:
-        await self.pause()
-        if self._engine.vllm_config.model_config.enable_sleep_mode:
-            self._engine.reset_prefix_cache(reset_running_requests=True)
-            self._engine.sleep(level=1, mode="keep")
-
-    async def wake(self) -> None:
-        if self._engine.vllm_config.model_config.enable_sleep_mode:
-            self._engine.wake_up()
-        await self.resume()
-
     async def close(self) -> None:
         if self._stepping is not None:
             self._stepping.cancel()
         self._fail("the engine has been closed")
         self._engine.engine_core.shutdown()
 
-    async def _run(self, name: str, prompt: dict[str, Any], sampling: Any) -> Any:
+    async def _run(self, name: str, token_ids: list[int], sampling: Any) -> Any:
         """Hand one request to vLLM and wait for its only output."""
         self._check()
-        self._engine.add_request(name, prompt, sampling, lora_request=self._adapter)
+        self._engine.add_request(name, {"prompt_token_ids": token_ids}, sampling, lora_request=self._adapter)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[name] = future
         if self._stepping is None or self._stepping.done():
@@ -321,7 +306,6 @@ def _build(
         # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
         "async_scheduling": False,
         "enforce_eager": cpu,
-        "enable_sleep_mode": not cpu,
     }
     if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False

@@ -8,8 +8,7 @@ later is appended to them, or begins a new row where the template would have it 
 from .chat import ChatRenderer
 from .dialogue import Dialogue, Extension
 from .load import RenderKind, load_tokenizer, make_renderer
-from .messages import NoRenderer
-from .renderer import Renderer
+from .renderer import NoRenderer, Renderer
 from .text import TextRenderer
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 from envgym.errors import ConfigError, InvalidStep, TurnRefused
 from envgym.types import Message, Observation, ToolCall
 
+from .call_formats import Reading
 from .dialogue import Dialogue, Extension
-from .reading import Reading
 from .renderer import Renderer
 from .template import Template, Written
 from .tool_calls import read_calls
@@ -52,7 +52,7 @@ class ChatDialogue(Dialogue):
         self._turns: list[Written] = []
         self._last_turn: tuple[Message, Sequence[int], Reading | None] | None = None  # the policy's, not yet answered
 
-    def _begun(self, observation: Observation, text: str) -> None:
+    def _on_begin(self, observation: Observation, text: str) -> None:
         self._text = text
         self._raw = observation.text is not None
         self._turns = self._template.written(observation.messages)
@@ -90,7 +90,7 @@ class ChatDialogue(Dialogue):
     def _written(self, content: str, calls: Sequence[ToolCall]) -> str:
         return self._template.turn(self._template.assistant(content, calls))
 
-    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+    def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         self._take_last_turn()
         self._last_turn = message, token_ids, reading  # most episodes end here, and nothing more is asked of it
 
@@ -111,7 +111,7 @@ class ChatDialogue(Dialogue):
         self._text += self.renderer.decode_after(token_ids)
         return [form for at, form in enumerate(forms) if form not in forms[:at]]
 
-    def _told(self, text: str) -> None:
+    def _on_text(self, text: str) -> None:
         self._take_last_turn()
         self._raw = True
         self._text += text
@@ -123,7 +123,7 @@ class ChatDialogue(Dialogue):
             return False
         return True
 
-    def _reply(self, observation: Observation) -> Extension:
+    def _extend(self, observation: Observation) -> Extension:
         if self._raw:
             raise InvalidStep(
                 "an observation of messages follows one of raw text, and the chat template cannot go on from that: "

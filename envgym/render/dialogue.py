@@ -10,7 +10,7 @@ from itertools import chain, count
 
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
-from .reading import Reading
+from .call_formats import Reading
 from .renderer import Renderer
 
 
@@ -23,7 +23,8 @@ class Extension:
 
 
 class Dialogue(ABC):
-    """One episode's conversation: `begin`, then `said` (or `demonstrate`) and `reply` in turns.
+    """One episode's conversation: `begin`, then `add_policy_turn` (or `add_demonstration`) and `add_observation`, and so
+    on.
 
     `messages` is the conversation so far, for people. Observations of raw text are appended as text, without what a
     template would put around them.
@@ -34,7 +35,7 @@ class Dialogue(ABC):
         self.messages: list[Message] = []
         self.tools: tuple[ToolSpec, ...] = ()
         self.content = ""
-        """What the policy's last turn says before its tool calls; all of it where it makes none."""
+        """The text of the policy's last turn before its tool calls; all of it where it makes none."""
         self._last: int | None = None
         """The token that stands last, which decides how text after it is encoded."""
         self._call_ids: set[str] = set()
@@ -43,46 +44,46 @@ class Dialogue(ABC):
         """Token ids of the first observation, up to where the policy's turn begins."""
         self.tools = observation.tools
         text, token_ids = self.renderer.opening(observation)
-        self._begun(observation, text)
-        self._add(observation, token_ids)
+        self._on_begin(observation, text)
+        self._append_observation(observation, token_ids)
         return list(token_ids)
 
-    def said(self, token_ids: Sequence[int]) -> Message:
-        """What the policy says with the token ids of its turn. Where tools were offered its calls are parsed; those
-        that cannot be read have an `error`."""
+    def add_policy_turn(self, token_ids: Sequence[int]) -> Message:
+        """Add the token ids of the policy's turn and return it as a message. Where tools were offered its calls are
+        parsed; those that cannot be read have an `error`."""
         reading = self._read(self.renderer.decode_after(self._body(token_ids))) if self.tools else Reading("")
         reading = replace(reading, calls=self._with_ids(reading.calls))
-        message = self._hear(token_ids, reading if reading.calls else None)
+        message = self._append_turn(token_ids, reading if reading.calls else None)
         self.content = reading.content if reading.calls else message.text
         return message
 
-    def demonstrate(self, turn: str | Message) -> list[int]:
-        """Token ids of a recorded turn of the assistant, as a policy would say it, its end-of-turn token included. The
-        turn counts as said."""
+    def add_demonstration(self, turn: str | Message) -> list[int]:
+        """Add a recorded turn of the assistant in place of a policy's and return its token ids, the end-of-turn token
+        included."""
         recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
         token_ids = self.renderer.encode_after(self._last, self._demonstration(recorded))
-        self._hear(token_ids, Reading(recorded.text, recorded.tool_calls))
+        self._append_turn(token_ids, Reading(recorded.text, recorded.tool_calls))
         return token_ids
 
-    def reply(self, observation: Observation) -> Extension:
-        """What the environment answers, up to where the policy's next turn begins.
+    def add_observation(self, observation: Observation) -> Extension:
+        """Add what the environment answers, up to where the policy's next turn begins.
 
         Raises `InvalidStep` where it cannot be rendered, `TurnRefused` where that is for what the policy said.
         """
         self.tools = observation.tools or self.tools
         if observation.text is not None:
             extension = Extension(self.renderer.encode_after(self._last, observation.text))
-            self._told(observation.text)
+            self._on_text(observation.text)
         else:
-            extension = self._reply(observation)
-        self._add(observation, extension.token_ids)
+            extension = self._extend(observation)
+        self._append_observation(observation, extension.token_ids)
         return extension
 
     # -- what the kinds differ in -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _begun(self, observation: Observation, text: str) -> None:
+    def _on_begin(self, observation: Observation, text: str) -> None:
         """The conversation begins, with this text."""
 
     @abstractmethod
@@ -94,28 +95,28 @@ class Dialogue(ABC):
         """A turn of the assistant as text, up to and including its end-of-turn."""
 
     @abstractmethod
-    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+    def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         """The policy took its turn; `reading` is what its text consists of, where that is known."""
 
     @abstractmethod
-    def _told(self, text: str) -> None:
+    def _on_text(self, text: str) -> None:
         """Raw text was appended."""
 
     @abstractmethod
-    def _reply(self, observation: Observation) -> Extension:
+    def _extend(self, observation: Observation) -> Extension:
         """Render new messages."""
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _hear(self, token_ids: Sequence[int], reading: Reading | None) -> Message:
+    def _append_turn(self, token_ids: Sequence[int], reading: Reading | None) -> Message:
         text = self.renderer.text(self._body(token_ids))
         message = Message("assistant", (TextPart(text),), reading.calls if reading else ())
-        self._said(message, token_ids, reading)
+        self._on_policy_turn(message, token_ids, reading)
         self.messages.append(message)
         self._last = token_ids[-1] if token_ids else self._last
         return message
 
-    def _add(self, observation: Observation, token_ids: Sequence[int]) -> None:
+    def _append_observation(self, observation: Observation, token_ids: Sequence[int]) -> None:
         raw = observation.text
         self.messages.extend(observation.messages if raw is None else [Message.of("user", raw)])
         self._last = token_ids[-1] if token_ids else self._last

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from envgym.errors import InvalidStep
+from envgym.errors import ConfigError, InvalidStep
 from envgym.types import Observation
 
 if TYPE_CHECKING:
@@ -142,3 +142,16 @@ class Renderer(ABC):
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+class NoRenderer(Renderer):
+    """The renderer of agents whose engine takes messages as they are: there are no tokens to render."""
+
+    def __init__(self) -> None:
+        self.stop_token_ids = ()
+
+    def dialogue(self) -> NoReturn:
+        raise ConfigError("this agent renders tokens, which an API as the engine (engine.kind=openai) does not take")
+
+    def _open(self, observation: Observation) -> NoReturn:
+        self.dialogue()

@@ -14,8 +14,7 @@ from typing import Any
 from envgym.errors import InvalidStep
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .json_formats import read_hermes, write_hermes
-from .reading import Format
+from .call_formats import Format, read_hermes, write_hermes
 from .tool_calls import EXAMPLE, describe, format_of
 
 # Words that no template writes by itself.

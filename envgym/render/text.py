@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from envgym.types import Message, Observation
 
+from .call_formats import Reading, read_hermes, write_hermes
 from .dialogue import Dialogue, Extension
-from .json_formats import read_hermes, write_hermes
-from .reading import Reading
 from .renderer import Renderer
 from .tool_calls import EXAMPLE, describe, read_calls
 
@@ -50,7 +49,7 @@ class TextDialogue(Dialogue):
 
     renderer: TextRenderer
 
-    def _begun(self, observation: Observation, text: str) -> None:
+    def _on_begin(self, observation: Observation, text: str) -> None:
         self._cut = False
 
     def _read(self, text: str) -> Reading:
@@ -59,12 +58,12 @@ class TextDialogue(Dialogue):
     def _demonstration(self, turn: Message) -> str:
         return self.renderer.turn(turn)
 
-    def _said(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
+    def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         self._cut = len(self._body(token_ids)) == len(token_ids)
 
-    def _told(self, text: str) -> None:
+    def _on_text(self, text: str) -> None:
         pass
 
-    def _reply(self, observation: Observation) -> Extension:
+    def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._cut else ""
         return Extension(self.renderer.encode_after(self._last, f"{end}\n{self.renderer.lines(observation.messages)}"))

@@ -13,9 +13,18 @@ from typing import Any
 
 from envgym.types import ToolCall, ToolSpec
 
-from .json_formats import read_deepseek, read_hermes, read_llama, read_mistral
-from .reading import Format, Reading, json_at, malformed
-from .tag_formats import read_argument_tags, read_function_tags
+from .call_formats import (
+    Format,
+    Reading,
+    json_at,
+    malformed,
+    read_argument_tags,
+    read_deepseek,
+    read_function_tags,
+    read_hermes,
+    read_llama,
+    read_mistral,
+)
 
 FORMATS: tuple[Format, ...] = (
     read_hermes,

@@ -82,4 +82,4 @@ class PolicyClient(ChatClient):
         # count makes it unique; it decides only between equal requests.
         request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", tuple(ids), sampling)
         generation = await (waves or bound.engine).generate(request)
-        return dialogue.said(list(generation.token_ids)).text
+        return dialogue.add_policy_turn(list(generation.token_ids)).text

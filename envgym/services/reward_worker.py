@@ -99,7 +99,7 @@ class RewardWorker:
             if self._renderer is not None and text and text[-1]["role"] == "assistant":
                 *before, said = as_messages(text)
                 dialogue = self._renderer.dialogue()
-                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.demonstrate(said)]
+                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.add_demonstration(said)]
             if tokenizer.chat_template:
                 rendered = tokenizer.apply_chat_template(text, tokenize=False)
                 return list(tokenizer.encode(rendered, add_special_tokens=False))  # templates write them themselves

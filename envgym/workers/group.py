@@ -13,13 +13,11 @@ from envgym.models.lora import LoraConfig
 from .config import WorkersConfig
 from .layout import micro_batches
 from .metrics import merge
-from .runtime import Runtime, WorkerHandle
+from .runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
-CALL_SECONDS = 3600.0
-"""How long one call may take. A rank that waits for another one that will never come ends here at the latest."""
 GRACE_SECONDS = 1.0
 """How long the others may take, after a rank failed, to say something better: who lost a peer speaks first,
 the peer's own end tells more."""

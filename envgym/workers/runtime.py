@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+CALL_SECONDS = 3600.0
+"""Seconds a call to a worker may take at most; new weights take longest. A rank that waits for another one that will
+never come ends here at the latest."""
+
 
 class WorkerHandle(Protocol):
     """A worker that runs somewhere."""

@@ -17,7 +17,7 @@ def said(renderer, text):
     """The tokens of a policy's whole turn."""
     dialogue = renderer.dialogue()
     dialogue.begin(Observation(messages=(Message.of("user", "?"),)))
-    return dialogue.demonstrate(text)
+    return dialogue.add_demonstration(text)
 
 
 def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=StopReason.STOP):

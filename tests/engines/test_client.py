@@ -102,7 +102,7 @@ def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
 
 @pytest.mark.parametrize("call", [("load_weights", "path", 1), ("load_adapter", "path", 1), ("pause",), ("info",)])
 def test_other_calls_have_a_deadline(ask, call, monkeypatch):
-    monkeypatch.setattr(client, "CONTROL_SECONDS", 0.0)
+    monkeypatch.setattr(client, "CALL_SECONDS", 0.0)
     method, *args = call
 
     async def body(engine, handle):

@@ -232,14 +232,6 @@ def test_nothing_is_sampled_while_paused(engine, new_policy):
     assert (torch.tensor(scored) - logprobs_of(other, token_ids)).abs().max() < 1e-4
 
 
-def test_sleep_and_wake(engine, policy):
-    engine.call("sleep")
-    engine.call("wake")
-    wave = requests(2, SamplingParams(max_tokens=4))
-    for request, generation in zip(wave, engine.generate(wave), strict=True):
-        assert_exact(policy, request, generation)
-
-
 def test_a_cancelled_request_leaves_the_others(engine, policy):
     wave = requests(4, SamplingParams(max_tokens=60), "c")
 

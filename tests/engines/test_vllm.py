@@ -13,7 +13,7 @@ import pytest
 
 from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
-from envgym.engines.checkpoint import read_weights
+from envgym.engines.model_folder import read_weights
 from envgym.engines.vllm import VLLMEngine
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
 from envgym.types import StopReason

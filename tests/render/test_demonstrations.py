@@ -42,11 +42,11 @@ def test_prompts_and_demonstrations_are_the_whole_conversation(chat, name, famil
     def play(said):
         dialogue = renderer.dialogue()
         row = dialogue.begin(asked(said[0]))
-        row += dialogue.demonstrate(said[1])
-        extension = dialogue.reply(asked(said[2]))
+        row += dialogue.add_demonstration(said[1])
+        extension = dialogue.add_observation(asked(said[2]))
         assert not extension.fork
         row += extension.token_ids
-        row += dialogue.demonstrate(Message.of("assistant", said[3]))
+        row += dialogue.add_demonstration(Message.of("assistant", said[3]))
         assert [message.text for message in dialogue.messages] == said
         assert row[-1] == renderer.stop_token_ids[-1]
         whole = template(tokenizer, dialogue.messages)
@@ -54,7 +54,7 @@ def test_prompts_and_demonstrations_are_the_whole_conversation(chat, name, famil
         assert whole.startswith(text)
         assert row == tokenizer.encode(text, add_special_tokens=False)
         # What a policy that says the same is taken to say.
-        assert dialogue.said(renderer.encode_after(None, said[1])).text == said[1]
+        assert dialogue.add_policy_turn(renderer.encode_after(None, said[1])).text == said[1]
 
     play()
 
@@ -66,12 +66,12 @@ def test_an_answer_without_thoughts_is_written_as_the_model_writes_it(chat, fami
     dialogue = renderer.dialogue()
     prompt = dialogue.begin(asked("12 + 34?"))
     end = renderer.template.end_of_turn
-    assert renderer.tokenizer.decode(dialogue.demonstrate("46")) == f"{thought}46{end}"
+    assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == f"{thought}46{end}"
     if family != "nemotron_3_nano":  # which writes an empty thought in another way than the one it opens
         text = renderer.tokenizer.decode(prompt) + f"{thought}46{end}\n"
         assert text == template(renderer.tokenizer, [Message.of("user", "12 + 34?"), Message.of("assistant", "46")])
     # The thought is dropped when the user speaks again.
-    extension = dialogue.reply(asked("Sure?"))
+    extension = dialogue.add_observation(asked("Sure?"))
     assert extension.fork
     assert "\n\n46" not in renderer.tokenizer.decode(extension.token_ids)
 
@@ -82,7 +82,7 @@ def test_a_recorded_thought_goes_on_from_the_one_that_the_prompt_opens(chat, fam
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
     text = renderer.tokenizer.decode(dialogue.begin(asked("12 + 34?")))
-    text += renderer.tokenizer.decode(dialogue.demonstrate(recorded))
+    text += renderer.tokenizer.decode(dialogue.add_demonstration(recorded))
     assert text.endswith(f"<think>\nI add.\n</think>\n\n46{renderer.template.end_of_turn}")
     assert text.count("<think>") == text.count("</think>") == 1
 
@@ -93,7 +93,7 @@ def test_a_demonstration_ends_with_the_templates_own_token(chat, eos, n_stops):
     renderer = chat("tekken" if eos is None else "starter", "qwen2_5", eos)
     dialogue = renderer.dialogue()
     dialogue.begin(asked("12 + 34?"))
-    assert renderer.tokenizer.decode(dialogue.demonstrate("46")) == "46<|im_end|>"
+    assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == "46<|im_end|>"
     assert len(renderer.stop_token_ids) == n_stops
 
 
@@ -102,7 +102,7 @@ def test_a_template_without_an_end_of_turn_gets_the_tokenizers(chat):
     assert renderer.template.end_of_turn == ""
     dialogue = renderer.dialogue()
     dialogue.begin(asked("12 + 34?"))
-    assert renderer.tokenizer.decode(dialogue.demonstrate("46")) == "\n<think></think>\n46</s>"
+    assert renderer.tokenizer.decode(dialogue.add_demonstration("46")) == "\n<think></think>\n46</s>"
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3_1", "own", "qwen3_instruct_2507", "chatml", "gemma", "phi3"])
@@ -110,11 +110,13 @@ def test_a_demonstrated_call_and_its_result_are_the_whole_conversation(chat, fam
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
     row = dialogue.begin(asked("1 + 2?", tools=(ADD,)))
-    row += dialogue.demonstrate(Message("assistant", (), (ToolCall("", "add", {"a": 1}),)))
+    row += dialogue.add_demonstration(Message("assistant", (), (ToolCall("", "add", {"a": 1}),)))
     [call] = dialogue.messages[-1].tool_calls
-    extension = dialogue.reply(Observation(messages=(Message("tool", (TextPart("3."),), (), call.id, "add"),)))
+    extension = dialogue.add_observation(
+        Observation(messages=(Message("tool", (TextPart("3."),), (), call.id, "add"),))
+    )
     assert not extension.fork
-    row += extension.token_ids + dialogue.demonstrate("It is 3.")
+    row += extension.token_ids + dialogue.add_demonstration("It is 3.")
     text = renderer.tokenizer.decode(row)
     assert row == renderer.tokenizer.encode(text, add_special_tokens=False)
     if family not in ("chatml", "gemma", "phi3"):
@@ -136,4 +138,4 @@ def test_a_demonstration_in_raw_text(chat):
         dialogue = renderer.dialogue()
         dialogue.begin(Observation(text="Q: 12 + 34?\nA:"))
         end = renderer.template.end_of_turn
-        assert renderer.decode_after(dialogue.demonstrate(" 46 ")) == f" 46 {end}"
+        assert renderer.decode_after(dialogue.add_demonstration(" 46 ")) == f" 46 {end}"

@@ -131,7 +131,7 @@ def test_the_policy_reads_what_the_template_writes(chat, name, family, eos):
         assert row == tokenizer.encode(talk.shown, add_special_tokens=False)
         for _ in range(3):
             said = data.draw(turns(renderer))
-            message = dialogue.said(tuple(said))
+            message = dialogue.add_policy_turn(tuple(said))
             body = said[:-1] if said and said[-1] in special else said
             assert (message.role, message.tool_calls) == ("assistant", ())
             assert message.text == tokenizer.decode(body, skip_special_tokens=True)
@@ -140,9 +140,9 @@ def test_the_policy_reads_what_the_template_writes(chat, name, family, eos):
                 delta = talk.go_on(message, said, body, user)
             except InvalidStep:
                 with pytest.raises(TurnRefused, match="does not take what the policy said"):
-                    dialogue.reply(observed(user))
+                    dialogue.add_observation(observed(user))
                 return
-            extension = dialogue.reply(observed(user))
+            extension = dialogue.add_observation(observed(user))
             assert extension.fork is (delta is None)
             if delta is None:
                 row = extension.token_ids
@@ -173,8 +173,8 @@ def test_a_conversation_of_text_grows_into_the_ids_of_the_whole(chat, name, fami
         for answer, question in zip(said[1::2], said[2::2], strict=True):
             lead = " " if (name, family) == ("sentencepiece", "own") else ""  # which that template writes
             ids = talk.encoded(lead + answer, row[-1])
-            assert dialogue.said([*ids, end]).text == answer
-            extension = dialogue.reply(observed(asked(question)))
+            assert dialogue.add_policy_turn([*ids, end]).text == answer
+            extension = dialogue.add_observation(observed(asked(question)))
             assert not extension.fork
             row = [*row, *ids, end, *extension.token_ids]
             talk.messages += [{"role": "assistant", "content": answer}, asked(question)]
@@ -193,8 +193,8 @@ def test_a_cut_turn_gets_the_glue(chat, family):
         row = dialogue.begin(observed(asked("12 + 34?")))
         ids = renderer.encode("hello there")
         ended = ids if cut else [*ids, renderer.stop_token_ids[-1]]
-        dialogue.said(ended)
-        extension = dialogue.reply(observed(asked("And twice that?")))
+        dialogue.add_policy_turn(ended)
+        extension = dialogue.add_observation(observed(asked("And twice that?")))
         assert not extension.fork
         rows.append([*row, *ended, *extension.token_ids])
     assert rows[0] == rows[1]
@@ -209,8 +209,8 @@ def test_half_a_character_stays_what_it_is(chat, name):
     for ids in (half, half * 3, [*half, renderer.stop_token_ids[-1]]):
         dialogue = renderer.dialogue()
         dialogue.begin(observed(asked("Smile!")))
-        assert set(dialogue.said(ids).text) == {"\ufffd"}
-        extension = dialogue.reply(observed(asked("Thanks.")))
+        assert set(dialogue.add_policy_turn(ids).text) == {"\ufffd"}
+        extension = dialogue.add_observation(observed(asked("Thanks.")))
         assert not extension.fork
         assert "\ufffd" not in tokenizer.decode(extension.token_ids)
 
@@ -223,14 +223,14 @@ def test_thoughts_that_the_template_drops_begin_a_new_row(chat, family):
     prompt = tokenizer.decode(dialogue.begin(observed(asked("12 + 34?"))))
     opened = "" if prompt.endswith("<think>\n") else "<think>\n"
     said = renderer.encode(f"{opened}Hm, forty-six.\n</think>\n\nIt is 46.") + list(renderer.stop_token_ids[-1:])
-    assert dialogue.said(said).text.endswith("It is 46.")
-    extension = dialogue.reply(observed(asked("Sure?")))
+    assert dialogue.add_policy_turn(said).text.endswith("It is 46.")
+    extension = dialogue.add_observation(observed(asked("Sure?")))
     assert extension.fork
     text = tokenizer.decode(extension.token_ids)
     assert "Hm, forty" not in text
     assert text.index("12 + 34?") < text.index("It is 46.") < text.index("Sure?")
     # The new row goes on as any other.
-    assert dialogue.said(said)
+    assert dialogue.add_policy_turn(said)
     assert [message.role for message in dialogue.messages] == ["user", "assistant", "user", "assistant"]
 
 
@@ -239,8 +239,8 @@ def test_spaces_that_the_template_trims_begin_a_new_row(chat, family, forks):
     renderer = chat("tekken", family)
     dialogue = renderer.dialogue()
     dialogue.begin(observed(asked("12 + 34?")))
-    dialogue.said([*renderer.encode(" 46 \n"), renderer.stop_token_ids[-1]])
-    assert dialogue.reply(observed(asked("Sure?"))).fork is forks
+    dialogue.add_policy_turn([*renderer.encode(" 46 \n"), renderer.stop_token_ids[-1]])
+    assert dialogue.add_observation(observed(asked("Sure?"))).fork is forks
 
 
 def test_a_stop_token_that_is_no_end_of_turn_begins_a_new_row(chat):
@@ -250,8 +250,8 @@ def test_a_stop_token_that_is_no_end_of_turn_begins_a_new_row(chat):
     for token, forks in ((end, False), (eos, True)):
         dialogue = renderer.dialogue()
         dialogue.begin(observed(asked("12 + 34?")))
-        assert dialogue.said([*renderer.encode("46"), token]).text == "46"
-        extension = dialogue.reply(observed(asked("Sure?")))
+        assert dialogue.add_policy_turn([*renderer.encode("46"), token]).text == "46"
+        extension = dialogue.add_observation(observed(asked("Sure?")))
         assert extension.fork is forks
         assert eos not in extension.token_ids
 
@@ -284,8 +284,8 @@ def test_tokens_that_swallow_the_space_after_them_do_so_after_a_turn(chat, eos):
     renderer = ChatRenderer(tokenizer)
     dialogue = renderer.dialogue()
     row = dialogue.begin(observed(asked("12 + 34?")))
-    row += dialogue.demonstrate("46")
-    row += dialogue.reply(observed(asked("Sure?"))).token_ids
+    row += dialogue.add_demonstration("46")
+    row += dialogue.add_observation(observed(asked("Sure?"))).token_ids
     talk = [asked("12 + 34?"), {"role": "assistant", "content": "46"}, asked("Sure?")]
     whole = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert "<|end|>\n<|user|>\nSure" in whole
@@ -297,8 +297,8 @@ def test_tools_that_come_later_are_shown_in_a_new_row(chat):
     renderer = chat("tekken", "qwen2_5")
     dialogue = renderer.dialogue()
     dialogue.begin(observed(asked("12 + 34?")))
-    dialogue.said([*renderer.encode("46"), renderer.stop_token_ids[-1]])
-    extension = dialogue.reply(observed(asked("Sure?"), tools=(ToolSpec("calculate", "Calculates.", {}),)))
+    dialogue.add_policy_turn([*renderer.encode("46"), renderer.stop_token_ids[-1]])
+    extension = dialogue.add_observation(observed(asked("Sure?"), tools=(ToolSpec("calculate", "Calculates.", {}),)))
     assert extension.fork
     assert '"calculate"' in renderer.tokenizer.decode(extension.token_ids)
 
@@ -319,8 +319,8 @@ def test_a_template_that_wants_content_in_parts_gets_it(chat, family):
     dialogue = renderer.dialogue()
     text = renderer.tokenizer.decode(dialogue.begin(observed(asked("12 + 34?"))))
     assert text.count("12 + 34?") == 1
-    dialogue.said([*renderer.encode(" 46"), renderer.stop_token_ids[-1]])
-    text = renderer.tokenizer.decode(dialogue.reply(observed(asked("Sure?"))).token_ids)
+    dialogue.add_policy_turn([*renderer.encode(" 46"), renderer.stop_token_ids[-1]])
+    text = renderer.tokenizer.decode(dialogue.add_observation(observed(asked("Sure?"))).token_ids)
     assert text.count("Sure?") == 1
 
 

@@ -29,11 +29,11 @@ class Player:
         """The policy writes this text, special tokens as such."""
         ids = self.renderer.encode(text)
         self.row += ids
-        return self.dialogue.said(ids)
+        return self.dialogue.add_policy_turn(ids)
 
     def reads(self, observation):
         """What the environment's answer adds to the row; the row itself where it is a new one."""
-        extension = self.dialogue.reply(observation)
+        extension = self.dialogue.add_observation(observation)
         self.row = extension.token_ids if extension.fork else self.row + extension.token_ids
         return self.tokenizer.decode(extension.token_ids), extension.fork
 

@@ -34,11 +34,11 @@ def test_a_conversation_in_plain_text(renderer):
     dialogue = renderer.dialogue()
     row = dialogue.begin(Observation(messages=(Message.of("system", "Be brief."), Message.of("user", "12?"))))
     said = [*renderer.encode_after(row[-1], " 12."), tokenizer.eos_token_id]
-    assert dialogue.said(said).text.strip() == "12."
-    first = dialogue.reply(told("13?"))
+    assert dialogue.add_policy_turn(said).text.strip() == "12."
+    first = dialogue.add_observation(told("13?"))
     cut = renderer.encode_after(row[-1], " thir")
-    dialogue.said(cut)
-    second = dialogue.reply(told("Go on."))
+    dialogue.add_policy_turn(cut)
+    second = dialogue.add_observation(told("Go on."))
     assert not first.fork
     assert not second.fork
     whole = [*row, *said, *first.token_ids, *cut, *second.token_ids]
@@ -56,15 +56,15 @@ def test_tools_in_plain_text(renderer):
         'To call one, write:\n<tool_call>\n{"name": "tool_name", "arguments": {"argument": "value"}}\n</tool_call>\n\n'
         "User: 1 + 2?\nAssistant:"
     )
-    ids = dialogue.demonstrate(Message("assistant", (TextPart("I add."),), (ToolCall("", "add", {"a": 1}),)))
+    ids = dialogue.add_demonstration(Message("assistant", (TextPart("I add."),), (ToolCall("", "add", {"a": 1}),)))
     written = ' I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert renderer.decode_after(ids) == written + eos
     again = renderer.dialogue()
     again.begin(told("1 + 2?", tools=(ADD,)))
-    [call] = again.said(ids).tool_calls
+    [call] = again.add_policy_turn(ids).tool_calls
     assert (call.name, call.arguments, call.error) == ("add", {"a": 1}, "")
     results = Observation(messages=(Message("tool", (TextPart("3"),), tool_call_id=call.id, name="add"),))
-    assert renderer.decode_after(again.reply(results).token_ids) == "\nTool: 3\nAssistant:"
+    assert renderer.decode_after(again.add_observation(results).token_ids) == "\nTool: 3\nAssistant:"
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
@@ -82,8 +82,8 @@ def test_raw_text_is_appended_as_text(chat, vocabulary, name, kind):
         first = dialogue.begin(Observation(text=said[0]))
         assert first == tokenizer.encode(said[0])
         turn = renderer.encode_after(first[-1], said[1]) + [tokenizer.eos_token_id] * ended
-        assert dialogue.said(turn).text.strip() == said[1].strip()
-        extension = dialogue.reply(Observation(text=said[2]))
+        assert dialogue.add_policy_turn(turn).text.strip() == said[1].strip()
+        extension = dialogue.add_observation(Observation(text=said[2]))
         assert not extension.fork
         # The text alone, without glue or a word's space that nobody wrote.
         assert renderer.decode_after(extension.token_ids) == said[2]
@@ -98,7 +98,7 @@ def test_raw_text_begins_as_the_tokenizer_begins_texts(vocabulary):
     assert renderer.prompt(Observation(text="Once")) == renderer.tokenizer.encode("Once")
     assert renderer.prompt(Observation(text="Once"))[0] == bos
     assert renderer.prompt(Observation(text="<s>Once")).count(bos) == 1
-    assert bos not in renderer.dialogue().reply(Observation(text="upon")).token_ids
+    assert bos not in renderer.dialogue().add_observation(Observation(text="upon")).token_ids
     bare = TextRenderer(vocabulary("tekken"))  # which has such a token and does not put it
     assert bare.prompt(Observation(text="Once")) == bare.tokenizer.encode("Once")
 
@@ -109,17 +109,17 @@ def test_messages_after_raw_text_go_on_in_plain_text_alone(chat, vocabulary, raw
     for renderer in (chat("starter", "own"), TextRenderer(vocabulary("starter"))):
         dialogue = renderer.dialogue()
         dialogue.begin(text if raw_first else message)
-        dialogue.said(renderer.encode("north<|im_end|>"))
+        dialogue.add_policy_turn(renderer.encode("north<|im_end|>"))
         if not raw_first:
-            dialogue.reply(text)
-            dialogue.said(renderer.encode("north<|im_end|>"))
+            dialogue.add_observation(text)
+            dialogue.add_policy_turn(renderer.encode("north<|im_end|>"))
         if isinstance(renderer, TextRenderer):
-            extension = dialogue.reply(message)
+            extension = dialogue.add_observation(message)
             assert renderer.tokenizer.decode(extension.token_ids) == "\nUser: And now?\nAssistant:"
             assert not extension.fork
         else:
             with pytest.raises(InvalidStep, match=r"follows one of raw text.*set render=text") as refused:
-                dialogue.reply(message)
+                dialogue.add_observation(message)
             assert "\n" not in str(refused.value)
 
 

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 
 from envgym.errors import TurnRefused
 from envgym.render import TextRenderer
-from envgym.render.json_formats import read_deepseek, read_hermes, read_llama, read_mistral
-from envgym.render.tag_formats import read_argument_tags, read_function_tags
+from envgym.render.call_formats import (
+    read_argument_tags,
+    read_deepseek,
+    read_function_tags,
+    read_hermes,
+    read_llama,
+    read_mistral,
+)
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
 FORMATS = {
@@ -85,15 +91,15 @@ def test_what_the_template_writes_is_read_back(chat, family):
     def play(made, content):
         turn = Message("assistant", (TextPart(content),), tuple(made))
         dialogue = begun(renderer)
-        ids = dialogue.demonstrate(turn)
-        message = begun(renderer).said(ids)
+        ids = dialogue.add_demonstration(turn)
+        message = begun(renderer).add_policy_turn(ids)
         if content and renderer.template.call_format is read_llama:
             assert message.tool_calls == ()  # a call is the whole of a turn, so that this was an answer
         else:
             assert what(message.tool_calls) == what(made)
             assert content in message.text
         assert dialogue.messages[-1].tool_calls[0].id
-        dialogue.reply(answers(dialogue.messages[-1]))
+        dialogue.add_observation(answers(dialogue.messages[-1]))
 
     play()
 
@@ -104,8 +110,8 @@ def test_what_is_written_in_plain_text_is_read_back(vocabulary):
     @quick
     @given(calls(3), st.sampled_from(["", "I look it up."]))
     def play(made, content):
-        ids = begun(renderer).demonstrate(Message("assistant", (TextPart(content),), tuple(made)))
-        assert what(begun(renderer).said(ids).tool_calls) == what(made)
+        ids = begun(renderer).add_demonstration(Message("assistant", (TextPart(content),), tuple(made)))
+        assert what(begun(renderer).add_policy_turn(ids).tool_calls) == what(made)
 
     play()
 
@@ -140,7 +146,7 @@ def test_anything_is_read_without_an_exception(chat, family):
         cuts = [lambda i: ids[:i] + ids[i + 1 :], lambda i: ids[: i + 1] + ids[i:], lambda i: ids[:i]]
         return st.builds(lambda cut, at: cut(at), st.sampled_from(cuts), st.integers(0, len(ids) - 1))
 
-    good = calls(1).map(lambda made: begun(renderer).demonstrate(Message("assistant", (), tuple(made))))
+    good = calls(1).map(lambda made: begun(renderer).add_demonstration(Message("assistant", (), tuple(made))))
     anchor = renderer.tokenizer.eos_token_id
     turns = st.one_of(bits.map(lambda text: renderer.encode_after(anchor, text)), good.flatmap(broken))
 
@@ -148,7 +154,7 @@ def test_anything_is_read_without_an_exception(chat, family):
     @given(turns, st.sampled_from([*([end] for end in renderer.stop_token_ids), []]))
     def play(ids, end):
         dialogue = begun(renderer)
-        message = dialogue.said([*ids, *end])
+        message = dialogue.add_policy_turn([*ids, *end])
         for call in message.tool_calls:
             assert len(call.id) == 9
             json.dumps(dict(call.arguments), allow_nan=False)
@@ -160,7 +166,7 @@ def test_anything_is_read_without_an_exception(chat, family):
                 assert call.name in {tool.name for tool in SPECS}
         assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
         try:
-            extension = dialogue.reply(answers(message))
+            extension = dialogue.add_observation(answers(message))
         except TurnRefused:
             assert not message.text.strip()  # some take no turn without text
             return
@@ -192,7 +198,7 @@ WRONG = {
 @pytest.mark.parametrize(("text", "name", "error"), WRONG.values(), ids=WRONG)
 def test_a_malformed_call_says_what_is_wrong(chat, text, name, error):
     renderer = chat("tekken", "qwen2_5")
-    message = begun(renderer).said(renderer.encode(f"Well.\n{text}"))
+    message = begun(renderer).add_policy_turn(renderer.encode(f"Well.\n{text}"))
     [call] = message.tool_calls
     assert (call.name, call.arguments) == (name, {})
     assert error in call.error
@@ -203,18 +209,18 @@ def test_one_malformed_call_leaves_the_others(chat):
     renderer = chat("tekken", "qwen2_5")
     good = '<tool_call>\n{"name": "f1", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
     dialogue = begun(renderer)
-    message = dialogue.said(renderer.encode(f"{good}\n<tool_call>{{</tool_call>\n{good}<|im_end|>"))
+    message = dialogue.add_policy_turn(renderer.encode(f"{good}\n<tool_call>{{</tool_call>\n{good}<|im_end|>"))
     assert [bool(call.error) for call in message.tool_calls] == [False, True, False]
     assert message.tool_calls[2].arguments == {"x": "</tool_call>"}
     # As it was written, since the template could write it in no other way.
-    assert not dialogue.reply(answers(message)).fork
+    assert not dialogue.add_observation(answers(message)).fork
 
 
 def test_calls_are_read_where_tools_are_offered(chat):
     renderer = chat("tekken", "qwen2_5")
     ids = renderer.encode('<tool_call>\n{"name": "f1", "arguments": {}}\n</tool_call>')
-    assert begun(renderer, tools=()).said(ids).tool_calls == ()
-    assert len(begun(renderer).said(ids).tool_calls) == 1
+    assert begun(renderer, tools=()).add_policy_turn(ids).tool_calls == ()
+    assert len(begun(renderer).add_policy_turn(ids).tool_calls) == 1
 
 
 @pytest.mark.parametrize(("family", "opened"), [("qwen3", "<think>\n"), ("qwen3_6", "")])
@@ -226,7 +232,7 @@ def test_a_call_in_a_thought_is_only_thought_of(chat, family, opened):
         (f"{opened}{call}\n</think>\n\nNo.", 0),
         (f"{opened}Hm.</think>{call}", 1),
     ]:
-        assert len(begun(renderer).said(renderer.encode(text)).tool_calls) == n_calls
+        assert len(begun(renderer).add_policy_turn(renderer.encode(text)).tool_calls) == n_calls
 
 
 @pytest.mark.parametrize(
@@ -248,7 +254,7 @@ def test_an_argument_in_tags_is_what_its_schema_says(chat, text, arguments):
     renderer = chat("tekken", "qwen3_6")
     [key] = arguments
     written = f"</think><tool_call>\n<function=f1>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    [call] = begun(renderer).said(renderer.encode(written)).tool_calls
+    [call] = begun(renderer).add_policy_turn(renderer.encode(written)).tool_calls
     assert (call.arguments, call.error) == (arguments, "")
 
 
@@ -267,7 +273,7 @@ def test_an_argument_in_tags_is_what_its_schema_says(chat, text, arguments):
 )
 def test_bare_json_is_a_call_where_it_names_something(chat, text, found):
     renderer = chat("tekken", "llama3_1")
-    calls = begun(renderer).said(renderer.encode(text)).tool_calls
+    calls = begun(renderer).add_policy_turn(renderer.encode(text)).tool_calls
     assert [(call.name, call.arguments) for call in calls] == found
     assert [bool(call.error) for call in calls] == [not name for name, _ in found]
 
@@ -285,12 +291,12 @@ def test_the_mistral_formats(chat, text):
     """Their marker is a special token: no text, but read."""
     renderer = chat("tekken", "own")
     dialogue = begun(renderer)
-    message = dialogue.said([*renderer.encode(text), renderer.stop_token_ids[0]])
+    message = dialogue.add_policy_turn([*renderer.encode(text), renderer.stop_token_ids[0]])
     [call] = message.tool_calls
     assert (call.name, call.arguments, call.error) == ("f1", {"x": 1}, "")
     assert call.id == ("abcdefghi" if "abcdefghi" in text else "call00000")
     assert "[TOOL_CALLS]" not in message.text
-    extension = dialogue.reply(answers(message))
+    extension = dialogue.add_observation(answers(message))
     assert not extension.fork
     assert f'"call_id": "{call.id}"' in renderer.tokenizer.decode(extension.token_ids)
 
@@ -298,7 +304,7 @@ def test_the_mistral_formats(chat, text):
 def test_a_later_deepseek_format(chat):
     renderer = chat("tekken", "deepseekv3")
     text = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f1<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    [call] = begun(renderer).said(renderer.encode(f"</think>{text}")).tool_calls
+    [call] = begun(renderer).add_policy_turn(renderer.encode(f"</think>{text}")).tool_calls
     assert (call.name, call.arguments, call.error) == ("f1", {"x": 1}, "")
 
 
@@ -308,8 +314,8 @@ def test_ids_of_calls_are_unique_in_a_conversation(chat):
     found = []
     for own in ("call00001", "abcdefghi", "abcdefghi", ""):
         text = f'[TOOL_CALLS][{{"name": "f1", "arguments": {{}}, "id": "{own}"}}]</s>'
-        found.append(dialogue.said(renderer.encode(text)).tool_calls[0].id)
-        dialogue.reply(answers(dialogue.messages[-1]))
+        found.append(dialogue.add_policy_turn(renderer.encode(text)).tool_calls[0].id)
+        dialogue.add_observation(answers(dialogue.messages[-1]))
     assert found == ["call00001", "abcdefghi", "call00002", "call00003"]
 
 
@@ -324,12 +330,12 @@ def test_the_policy_is_told_which_tools_there_are(chat, family):
     assert all(f'"{tool.name}"' in prompt or f"<name>{tool.name}<" in prompt for tool in SPECS)
     assert prompt.count("12 + 34?") == 1
     made = tuple(ToolCall("", name, {}) for name in ("f1", "calculate")[: 1 if family in ONE_CALL else 2])
-    dialogue.demonstrate(Message("assistant", (), made))
+    dialogue.add_demonstration(Message("assistant", (), made))
     calls = dialogue.messages[-1].tool_calls
     results = [
         Message("tool", (TextPart(f"result {number}."),), (), call.id, call.name) for number, call in enumerate(calls)
     ]
-    text = renderer.tokenizer.decode(dialogue.reply(Observation(messages=tuple(results))).token_ids)
+    text = renderer.tokenizer.decode(dialogue.add_observation(Observation(messages=tuple(results))).token_ids)
     places = [text.find(f"result {number}.") for number in range(len(calls))]
     assert -1 not in places
     assert places == sorted(places)

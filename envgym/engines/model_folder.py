@@ -1,4 +1,4 @@
-"""What both engines read of a model folder: whether it is one, its end-of-turn tokens, a file of weights."""
+"""Reading a model folder: its check, its end-of-turn tokens, a file of weights."""
 
 from __future__ import annotations
 
