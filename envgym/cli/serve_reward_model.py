@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     from envgym.config.schema import parse_words, validated
     from envgym.services import RewardModel
-    from envgym.services.serving import serve_model
+    from envgym.services.reward_server import serve_model
 
     settings = parse_words(words)
     settings.pop("debug", None)

@@ -10,8 +10,8 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.render.tool_calls import written_call
-from envgym.services.completions import api_form, api_key, first_choice, usage_of, with_extra
-from envgym.services.http import JsonCaller, Refused, Unreachable
+from envgym.services.completions import ChatCompletions, first_choice, usage_of
+from envgym.services.http import Refused, Unreachable
 from envgym.types import Message, StopReason, TextPart, ToolCall
 
 from .base import ChatEngine, ChatReply, ChatRequest, SamplingParams
@@ -49,19 +49,17 @@ class OpenAIEngine(ChatEngine):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._model = model
-        self._url = f"{base_url}/chat/completions"
         self._key_variable = api_key_env
-        self._extra = dict(extra or {})
-        self._name = f"{model} at {base_url}"
-        self._caller = JsonCaller(
-            self._name,
+        self._api = ChatCompletions(
+            model,
+            base_url,
             self.counters,
-            secret=api_key(api_key_env, self._name),
+            api_key_env=api_key_env,
             timeout=timeout,
             tries=tries,
             concurrency=concurrency,
             requests_per_minute=requests_per_minute,
+            extra=extra or {},
         )
 
     async def check(self, sampling: SamplingParams) -> str:
@@ -99,45 +97,38 @@ class OpenAIEngine(ChatEngine):
             raise InvalidOutcome("engine", str(error), retryable=error.retryable) from None
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._api.close()
 
     async def _ask(self, request: ChatRequest, *, tries: int | None = None) -> ChatReply:
         try:
-            answer = await self._caller.post(self._url, self._body(request), wrong=_wrong, tries=tries)
+            answer = await self._api.ask(self._body(request), wrong=_wrong, tries=tries)
         except Refused as error:
             if error.code == "context_length_exceeded" or (
                 error.status in (400, 413, 422) and TOO_LONG.search(str(error))
             ):
                 raise PromptTooLong(str(error)) from None
             raise
-        usage = usage_of(answer)
-        self.counters.update({name: count or 0 for name, count in usage.items()})
         choice = first_choice(answer)
         assert choice is not None, "_wrong has looked"
         reason = choice.get("finish_reason")
         if reason == "content_filter":
             self.counters["failures"] += 1
-            raise InvalidOutcome("content_filter", f"{self._name}: the provider's filter withheld the answer")
+            raise InvalidOutcome("content_filter", f"{self._api.name}: the provider's filter withheld the answer")
         said = choice["message"]
         message = Message("assistant", (TextPart(_text(said)),), _calls(said.get("tool_calls"), request))
-        return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage)
+        return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage_of(answer))
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         sampling = request.sampling
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages": [api_form(message) for message in request.messages],
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,  # also at 1: servers have defaults of their own
-        }
-        if request.tools:
-            body["tools"] = [tool.as_dict() for tool in request.tools]
-        if sampling.top_k:  # not one of OpenAI's
-            body["top_k"] = sampling.top_k
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
-        return with_extra(body, self._extra)
+        return self._api.body(
+            request.messages,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,  # also at 1: servers have defaults of their own
+            tools=[tool.as_dict() for tool in request.tools] or None,
+            top_k=sampling.top_k or None,  # not one of OpenAI's
+            seed=sampling.seed,
+        )
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):  # that it is the key, the message says

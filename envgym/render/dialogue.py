@@ -23,8 +23,8 @@ class Extension:
 
 
 class Dialogue(ABC):
-    """One episode's conversation: `begin`, then `add_policy_turn` (or `add_demonstration`) and `add_observation`, and so
-    on.
+    """One episode's conversation: `begin`, then `add_policy_turn` (or `add_demonstration`) and `add_observation` in
+    turns.
 
     `messages` is the conversation so far, for people. Observations of raw text are appended as text, without what a
     template would put around them.

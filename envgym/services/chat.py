@@ -1,4 +1,4 @@
-"""The client of a language model behind an OpenAI-compatible API."""
+"""The client of a language model behind an OpenAI-compatible API, which keeps repeatable answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from envgym.errors import ConfigError, InvalidOutcome
 from envgym.types import as_messages
 
 from .client import ChatClient, Conversation
-from .completions import api_form, api_key, first_choice, usage_of, with_extra
+from .completions import ChatCompletions, first_choice
 from .declarations import Chat
-from .http import JsonCaller
 
 IN_MEMORY = 20_000
 """Repeatable answers kept in memory; the longest unused goes first."""
 
 
 class OpenAIChatClient(ChatClient):
-    """Asks `POST BASE_URL/chat/completions`.
+    """Asks the API that a `Chat` declares.
 
     An answer that is repeatable (greedy, or sampled with a seed) is asked for once: the same question gets the kept
     one, also from several episodes at the same time. Raises `ConfigError` where the key's variable is not set.
@@ -33,8 +32,6 @@ class OpenAIChatClient(ChatClient):
 
     def __init__(self, chat: Chat) -> None:
         super().__init__()
-        self._chat = chat
-        key = api_key(chat.api_key_env, f"{chat.model} at {chat.base_url}")
         self._cache: Path | None = None
         if chat.cache_dir is not None:
             self._cache = Path(chat.cache_dir).expanduser()
@@ -42,30 +39,15 @@ class OpenAIChatClient(ChatClient):
                 self._cache.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"cache_dir: {self._cache} cannot be made: {error.strerror}") from None
-        self._caller = JsonCaller(
-            f"{chat.model} at {chat.base_url}",
-            self.counters,
-            secret=key,
-            timeout=chat.timeout,
-            tries=chat.tries,
-            concurrency=chat.concurrency,
-            requests_per_minute=chat.requests_per_minute,
-        )
+        settings = chat.model_dump(exclude={"cache_dir"})
+        self._api = ChatCompletions(counters=self.counters, **settings)
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._asking: dict[str, asyncio.Task[str]] = {}
 
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
-        body: dict[str, Any] = {
-            "model": self._chat.model,
-            "messages": [api_form(message) for message in as_messages(messages)],
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
-        if seed is not None:
-            body["seed"] = seed
-        body = with_extra(body, self._chat.extra)
+        body = self._api.body(as_messages(messages), max_tokens=max_tokens, temperature=temperature, seed=seed)
         repeatable = temperature == 0 or seed is not None
         return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
 
@@ -73,7 +55,7 @@ class OpenAIChatClient(ChatClient):
         for task in self._asking.values():
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        await self._caller.close()
+        await self._api.close()
 
     async def _kept_or_asked(self, body: Mapping[str, Any]) -> str:
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
@@ -103,13 +85,11 @@ class OpenAIChatClient(ChatClient):
         return text
 
     async def _ask(self, body: Mapping[str, Any]) -> str:
-        answer = await self._caller.post(f"{self._chat.base_url}/chat/completions", body)
-        choice = first_choice(answer)
+        choice = first_choice(await self._api.ask(body))
         text = choice["message"].get("content") if choice else None
         if not isinstance(text, str):
             self.counters["failures"] += 1
-            raise InvalidOutcome("service", f"{self._chat.model} at {self._chat.base_url} answers without any text")
-        self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
+            raise InvalidOutcome("service", f"{self._api.name} answers without any text")
         return text
 
     # -- answers that are kept ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What an environment is handed for a service it declared."""
+"""The clients that environments are handed for the services they declared."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from envgym.types import Message
 T = TypeVar("T")
 Conversation = str | Sequence[Message | Mapping[str, Any]]
 """Plain text, or chat messages."""
+Text = str | list[dict[str, Any]]
+"""A conversation as plain text or in the form that chat templates take."""
 
 
 class Client:
     """Base of the clients. Make one inside the event loop of the run.
 
     Calls may come from any event loop or thread: a blocking environment, which has a thread of its own, writes
-    `asyncio.run(client.complete(…))`. `counters` says what happened: requests, retries, failures and the like.
+    `asyncio.run(client.complete(…))`. `counters` counts requests, retries, failures and the like.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a reward service says of a conversation: a reward; a score in [0, 1] where it gave one; numbers to report.
+    """A reward service's answer to a conversation: a reward; a score in [0, 1] where it gave one; numbers to report.
 
     A reward model's score is `preference(reward)`.
     """

@@ -90,7 +90,7 @@ class RewardEndpoint(Service):
     """
 
     urls: Annotated[tuple[Url, ...], BeforeValidator(_one_as_tuple)] = Field(min_length=1)
-    """Addresses of equal servers (`http://host:5000/get_reward`), which share the work."""
+    """Addresses of equal servers (`http://host:5000/get_reward`), asked in turn."""
     token_file: str | None = None
     """File that holds the token the servers ask for."""
     template: Annotated[str | None, AfterValidator(_checked_template)] = "{prompt}{answer}"

@@ -1,4 +1,4 @@
-"""One JSON request to a service, tried again where that may help, with every failure as one clear line."""
+"""JSON requests to a service over httpx: one policy for tries and rates, and every failure as one clear line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import email.utils
 import json
 import os
 import random
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
-
-from envgym.errors import InvalidOutcome
+from envgym.errors import InvalidOutcome, missing_package
 from envgym.isolation.deadline import pause_timeouts
+
+try:
+    import httpx
+except ImportError:
+    raise missing_package("httpx", "api", "a service over HTTP") from None
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""
@@ -26,6 +30,8 @@ MAX_ANSWER = 16 * 2**20
 """Bytes an answer may have."""
 TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses of a server, or of a proxy before it, that cannot answer just now."""
+HEADERS = ("host", "content-length", "content-type", "accept", "accept-encoding", "connection", "user-agent")
+"""Headers of a request that are sent, beside its own key or token."""
 
 
 class Refused(InvalidOutcome):
@@ -60,8 +66,8 @@ class JsonCaller:
         concurrency: int,
         requests_per_minute: float | None = None,
     ) -> None:
-        self._name = name
-        self._counters = counters
+        self.name = name
+        self.counters = counters
         self._secret = secret
         self._tries = tries
         self._slots = asyncio.Semaphore(concurrency)
@@ -71,12 +77,18 @@ class JsonCaller:
         self._not_before = 0.0
         self._jitter = random.Random()
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
+        # Neither redirects nor the environment's proxies and passwords: key and question are for this address alone.
+        self.client = httpx.AsyncClient(
+            transport=_Bounded(
+                verify=ssl.create_default_context(), trust_env=False, limits=httpx.Limits(max_connections=None)
+            ),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            trust_env=False,
+            event_hooks={"request": [self._set_headers]},
+        )
 
     async def close(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        await self.client.aclose()
 
     async def post(
         self, url: str, body: Any, *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
@@ -86,41 +98,52 @@ class JsonCaller:
 
         Raises `InvalidOutcome` of kind `service`, after the last try.
         """
+        content = json.dumps(body, default=str).encode()  # a label from Parquet may be a date
         tries = tries or self._tries
         async with self._slots:
             for attempt in range(1, tries + 1):
-                await self._turn()
-                self._counters["requests"] += 1
-                problem, wait, reached = "", 0.0, True
+                await self._wait_for_turn()
+                self.counters["requests"] += 1
+                problem, wait, outcome = "", 0.0, InvalidOutcome
                 try:
                     async with asyncio.timeout(self._timeout):
-                        answer = await self._try(url, body)
-                        if problem := wrong(answer):
-                            raise _TryAgain(problem)
-                        return answer
-                except aiohttp.ConnectionTimeoutError:
-                    problem, reached = f"cannot be reached (no connection within {CONNECT_SECONDS:g} s)", False
+                        response = await self._send(url, content)
+                    answer = self._parsed(response)
+                    if problem := wrong(answer):
+                        raise _TryAgain(problem)
+                    return answer
                 except TimeoutError:
                     problem = f"gave no answer within {self._timeout:g} s"
                 except _TryAgain as failure:
                     problem, wait = str(failure), failure.wait
-                except (aiohttp.ClientError, OSError) as error:
+                except httpx.ConnectTimeout:
+                    problem, outcome = f"cannot be reached (no connection within {CONNECT_SECONDS:g} s)", Unreachable
+                except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                     problem = f"cannot be reached ({_reason(error)})"
-                    reached = not isinstance(error, aiohttp.ClientConnectorError)
+                    outcome = Unreachable if isinstance(error, httpx.ConnectError) else outcome
                 except Refused:
-                    self._counters["failures"] += 1
+                    self.counters["failures"] += 1
                     raise
                 if attempt == tries or wait > LONGEST_PAUSE:
                     break
-                self._counters["retries"] += 1
+                self.counters["retries"] += 1
                 pause = FIRST_PAUSE * 2 ** (attempt - 1) * (1 - 0.5 * self._jitter.random())
-                await asyncio.sleep(min(pause, LONGEST_PAUSE))  # for what was asked for, `_turn` waits
-        self._counters["failures"] += 1
+                await asyncio.sleep(min(pause, LONGEST_PAUSE))  # for what was asked for, `_wait_for_turn` waits
+        self.counters["failures"] += 1
         tried = f" in {attempt} tries" if attempt > 1 else ""
-        outcome = InvalidOutcome if reached else Unreachable
-        raise outcome("service", self._hide(f"{self._name} {problem}{tried}"), retryable=True)
+        raise outcome("service", self._hide(f"{self.name} {problem}{tried}"), retryable=True)
 
-    async def _turn(self) -> None:
+    async def _send(self, url: str, content: bytes) -> httpx.Response:
+        return await self.client.post(url, content=content, headers={"Content-Type": "application/json"})
+
+    async def _set_headers(self, request: httpx.Request) -> None:
+        """Leave out what a library adds of its own (other credentials from `OPENAI_…` variables among it)."""
+        for name in set(request.headers) - set(HEADERS):
+            del request.headers[name]
+        if self._secret:
+            request.headers["Authorization"] = f"Bearer {self._secret}"
+
+    async def _wait_for_turn(self) -> None:
         """Wait until the rate limit, and the pause a server asked for, allow a request."""
         with pause_timeouts():
             async with self._line:  # in the order of arrival; who gives up leaves it, and takes no request's place
@@ -130,36 +153,25 @@ class JsonCaller:
                     await _sleep_until(start)
                 self._next_start = start + self._interval
 
-    async def _try(self, url: str, body: Any) -> Any:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            )
-        headers = {"Content-Type": "application/json"}
-        if self._secret:
-            headers["Authorization"] = f"Bearer {self._secret}"
-        data = json.dumps(body, default=str)  # a label from Parquet may be a date
-        # No redirects: the key and the question are meant for this address alone.
-        async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as response:
-            content = await _read(response)
-            if response.status in TRY_AGAIN:
-                wait = _retry_after(response.headers.get("Retry-After", ""))
-                if wait <= LONGEST_PAUSE:
-                    self._not_before = max(self._not_before, time.monotonic() + wait)
-                asked = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
-                raise _TryAgain(f"answers {response.status} {_said(content)}{asked}", wait)
-            if not 200 <= response.status < 300:
-                hint = "; check the key or token" if response.status in (401, 403) else ""
-                raise Refused(
-                    self._hide(f"{self._name} answers {response.status} {_said(content)}{hint}"),
-                    response.status,
-                    _code(content),
-                )
-            try:
-                return json.loads(content)
-            except (ValueError, RecursionError):  # what a proxy says in the server's place, often
-                raise _TryAgain("answers with something that is not JSON") from None
+    def _parsed(self, response: httpx.Response) -> Any:
+        try:
+            body = json.loads(response.content)
+        except (ValueError, RecursionError):  # what a proxy says in the server's place, often
+            body = None
+        if response.is_success:
+            if body is None:
+                raise _TryAgain("answers with something that is not JSON")
+            return body
+        reason, code = _problem(body, response.content)
+        if response.status_code in TRY_AGAIN:
+            wait = _retry_after(response.headers.get("Retry-After", ""))
+            if wait <= LONGEST_PAUSE:
+                self._not_before = max(self._not_before, time.monotonic() + wait)
+            asked = f" and asks to wait {wait:.0f} s" if wait > LONGEST_PAUSE else ""
+            raise _TryAgain(f"answers {response.status_code} {reason}{asked}", wait)
+        hint = "; check the key or token" if response.status_code in (401, 403) else ""
+        message = f"{self.name} answers {response.status_code} {reason}{hint}"
+        raise Refused(self._hide(message), response.status_code, code)
 
     def _hide(self, message: str) -> str:
         return message.replace(self._secret, "[secret]") if self._secret else message
@@ -173,18 +185,26 @@ class _TryAgain(Exception):
         self.wait = wait
 
 
+class _Bounded(httpx.AsyncHTTPTransport):
+    """Reads answers of up to `MAX_ANSWER` bytes, decompressed."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        content = bytearray()
+        try:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_ANSWER:
+                    raise _TryAgain(f"answers with more than {MAX_ANSWER // 2**20} MiB")
+        finally:
+            await response.aclose()
+        headers = {name: response.headers[name] for name in ("Retry-After", "Location") if name in response.headers}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content))
+
+
 async def _sleep_until(moment: float) -> None:
     if (pause := moment - time.monotonic()) > 0:
         await asyncio.sleep(pause)
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in response.content.iter_chunked(65536):
-        content += chunk
-        if len(content) > MAX_ANSWER:
-            raise _TryAgain(f"answers with more than {MAX_ANSWER // 2**20} MiB")
-    return bytes(content)
 
 
 def _retry_after(value: str) -> float:
@@ -199,33 +219,27 @@ def _retry_after(value: str) -> float:
     return seconds if 0 < seconds < float("inf") else 0.0
 
 
-def _said(content: bytes) -> str:
-    """The part of an error's body that a person can act on."""
-    text = content[:2000].decode("utf-8", "replace")
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
-        body = None
+def _problem(body: Any, content: bytes) -> tuple[str, str]:
+    """The part of an error's body that a person can act on, and its code in the form that OpenAI gave it."""
+    text, code = content[:2000].decode("utf-8", "replace"), None
     if isinstance(body, dict):
         error = body.get("error", body.get("detail", body.get("message", "")))
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
+        details = body.get("error", body)
+        code = (details.get("code") or details.get("type")) if isinstance(details, dict) else None
     text = " ".join(text.split())[:200]
-    return f"({text})" if text else "(no reason given)"
-
-
-def _code(content: bytes) -> str:
-    """An error's code, in the form that OpenAI gave it."""
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError):
-        return ""
-    error = body.get("error", body) if isinstance(body, dict) else None
-    code = (error.get("code") or error.get("type")) if isinstance(error, dict) else None
-    return code if isinstance(code, str) else ""
+    return f"({text})" if text else "(no reason given)", code if isinstance(code, str) else ""
 
 
 def _reason(error: BaseException) -> str:
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    if isinstance(cause, ConnectionError) and cause.errno:
-        return os.strerror(cause.errno).lower()
-    return str(getattr(cause, "strerror", None) or cause or type(cause).__name__)
+    """The system's reason for a failed connection, where there is one below what the library says."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, ConnectionError) and cause.errno:
+            return os.strerror(cause.errno).lower()
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__

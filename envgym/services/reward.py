@@ -1,25 +1,20 @@
-"""The clients of reward models: one in a worker process, one behind HTTP."""
+"""The client of a reward model in a worker process."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
+from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.types import as_messages
 from envgym.workers.runtime import Runtime, WorkerHandle
 
 from .batches import Batcher
-from .client import Assessment, Conversation, RewardClient, preference
-from .declarations import RewardEndpoint, RewardModel
-from .http import JsonCaller, Refused
-from .reward_worker import Text
+from .client import Assessment, Conversation, RewardClient, Text, preference
+from .declarations import RewardModel
 
 BATCHES_A_ROUND = 8
 """Batches of a reward model sent to its worker together, which sorts them by length."""
@@ -52,7 +47,7 @@ class RewardModelClient(RewardClient):
         await self._at_home(self._worker())
 
     async def info(self) -> dict[str, Any]:
-        """What the worker says of its model: parameters, device, number format, longest conversation in tokens."""
+        """The worker's description of its model: parameters, device, number format, longest conversation in tokens."""
         return dict(await (await self._worker()).call("info"))
 
     async def close(self) -> None:
@@ -69,18 +64,10 @@ class RewardModelClient(RewardClient):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> WorkerHandle:
-        from envgym.models.resolve import policy_of_run
-
         declared = self._declared
-        folder = Path(declared.model).expanduser()
         arguments = {
-            "model": str(policy_of_run(folder)) if folder.is_dir() else declared.model,
-            "batch_size": declared.batch_size,
-            "max_length": declared.max_length,
+            **declared.model_dump(exclude={"too_long", "timeout"}),
             "cut": declared.too_long == "cut",
-            "dtype": declared.dtype,
-            "offload": declared.offload,
-            "normalise": declared.normalise,
             "deterministic": self._deterministic,
         }
         # Sampling waits for rewards, so each may use every core.
@@ -123,156 +110,3 @@ class RewardModelClient(RewardClient):
         self.counters["cut"] += cut
         metrics = {"cut": float(cut)} if self._declared.too_long == "cut" else {}
         return Assessment(reward, preference(reward), metrics)
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A conversation as it is written for an endpoint."""
-
-    query: Text
-    prompt: str
-    label: Any
-
-    @property
-    def order(self) -> str:
-        return repr((self.query, self.prompt, self.label))
-
-
-class RewardEndpointClient(RewardClient):
-    """Asks servers of the `/get_reward` form, which share what concurrent episodes ask for.
-
-    Raises `ConfigError` where the token file cannot be read.
-    """
-
-    def __init__(self, declared: RewardEndpoint) -> None:
-        super().__init__()
-        self._declared = declared
-        secret = "" if declared.token_file is None else read_token(declared.token_file)
-        self._callers = {
-            url: JsonCaller(
-                f"reward endpoint {url}",
-                self.counters,
-                secret=secret,
-                timeout=declared.timeout,
-                tries=declared.tries,
-                concurrency=declared.concurrency,
-            )
-            for url in declared.urls
-        }
-        self._turn = 0
-        self._batcher: Batcher[Query, Assessment] = Batcher(
-            self._send,
-            size=declared.batch_size * len(declared.urls),
-            key=lambda query: query.order,
-            in_flight=declared.concurrency,
-        )
-
-    async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
-        return await self._at_home(self._batcher.submit(self._query(conversation, label)))
-
-    async def close(self) -> None:
-        await self._batcher.close()
-        await asyncio.gather(*(caller.close() for caller in self._callers.values()))
-
-    def _query(self, conversation: Conversation, label: Any) -> Query:
-        template = self._declared.template
-        if isinstance(conversation, str):
-            return Query(conversation, "", label)
-        messages = [message.as_dict() for message in as_messages(conversation)]
-        answer = str(messages[-1]["content"])
-        prompt = "\n".join(str(message["content"]) for message in messages[:-1])
-        if template is None:
-            return Query(messages, prompt, label)
-        before, _, after = template.partition("{answer}")
-        return Query(before.replace("{prompt}", prompt) + answer + after.replace("{prompt}", prompt), prompt, label)
-
-    async def _send(self, queries: list[Query]) -> list[Assessment | Exception]:
-        """Shares of about equal size for as many servers as there are queries for: none is sent an empty list."""
-        urls = list(self._callers)
-        servers = [urls[(self._turn + index) % len(urls)] for index in range(min(len(urls), len(queries)))]
-        self._turn += len(servers)
-        cuts = [len(queries) * index // len(servers) for index in range(len(servers) + 1)]
-        shares = [queries[start:stop] for start, stop in pairwise(cuts)]
-        answers = await asyncio.gather(
-            *(self._ask(url, share) for url, share in zip(servers, shares, strict=True)), return_exceptions=True
-        )
-        results: list[Assessment | Exception] = []
-        for answer, share in zip(answers, shares, strict=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, Exception):
-                    raise answer
-                results += [answer] * len(share)
-            else:
-                results += answer
-        return results
-
-    async def _ask(self, url: str, share: Sequence[Query]) -> list[Assessment | Exception]:
-        body = {
-            "query": [query.query for query in share],
-            "prompts": [query.prompt for query in share],
-            "labels": [query.label for query in share],
-        }
-        try:
-            return _assessments(await self._callers[url].post(url, body), len(share), url)
-        except Refused as refusal:
-            if refusal.status not in (400, 413, 422) or len(share) == 1:
-                raise
-        # One of them is not acceptable (too long, say): the others are not to fail with it.
-        alone = await asyncio.gather(*(self._ask(url, [query]) for query in share), return_exceptions=True)
-        results: list[Assessment | Exception] = []
-        for result in alone:
-            if isinstance(result, BaseException):
-                if not isinstance(result, Exception):
-                    raise result
-                results.append(result)
-            else:
-                results += result
-        return results
-
-
-def _assessments(answer: Any, count: int, url: str) -> list[Assessment | Exception]:
-    """What the server said of each query. Raises `InvalidOutcome` where that is not one finite number for each."""
-    body = answer if isinstance(answer, Mapping) else {}
-    rewards = _numbers(body.get("rewards", body.get("scores")), count)
-    if rewards is None:
-        raise InvalidOutcome(
-            "service", f'reward endpoint {url} does not answer {{"rewards": […]}} with {count} finite numbers'
-        )
-    scores = _numbers(body.get("scores"), count)
-    logs = body.get("extra_logs")
-    metrics = {}
-    for name, value in logs.items() if isinstance(logs, Mapping) else ():
-        numbers = _numbers(value if isinstance(value, list) else [value] * count, count)
-        if numbers is not None:
-            metrics[str(name)] = numbers
-    return [
-        Assessment(
-            reward,
-            score=scores[index] if scores is not None and 0 <= scores[index] <= 1 else None,
-            metrics={name: numbers[index] for name, numbers in metrics.items()},
-        )
-        for index, reward in enumerate(rewards)
-    ]
-
-
-def _numbers(value: Any, count: int) -> list[float] | None:
-    """`count` finite numbers; each may stand in a list of its own, and a single one alone. Else None."""
-    values = value if isinstance(value, list) else [value]
-    values = [entry[0] if isinstance(entry, list) and len(entry) == 1 else entry for entry in values]
-    if len(values) != count:
-        return None
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
-        return None
-    return [float(number) for number in values]
-
-
-def read_token(file: str) -> str:
-    """The token in a file. Raises `ConfigError` where there is none."""
-    try:
-        token = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"token file {file} cannot be read: {reason}") from None
-    if not token or not token.isascii() or any(character.isspace() for character in token):
-        raise ConfigError(f"token file {file} must hold one token and nothing else")
-    return token

@@ -1,4 +1,4 @@
-"""A reward model over HTTP, in the form that `RewardEndpoint` asks for.
+"""A reward model over HTTP, in the form that `RewardEndpoint` asks for: `envgym serve-reward-model`.
 
     POST /get_reward {"query": ["text", …], "prompts": […], "labels": […]}
         -> {"rewards": [2.0, …], "scores": [0.88, …], "extra_logs": {}}
@@ -13,20 +13,28 @@ import asyncio
 import hmac
 import json
 import logging
+import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
-from envgym.errors import InvalidOutcome, WorkerDied
+from envgym.errors import InvalidOutcome, RunError, WorkerDied
 from envgym.remote.admission import refuse_web_pages
 from envgym.remote.arriving import Arriving
+from envgym.remote.listening import listen
+from envgym.remote.server import stop_signals
 from envgym.remote.wire import Problem
 from envgym.types import as_messages
+from envgym.workers.local import LocalRuntime
 
 from .client import Conversation, RewardClient
+from .credentials import made_token, read_token
+from .declarations import RewardModel
+from .reward import RewardModelClient
 
 MAX_BODY = 32 * 2**20
 """Bytes of a request."""
@@ -36,8 +44,48 @@ READ_SECONDS = 30.0
 """Seconds a request's body may take to arrive."""
 DRAIN_SECONDS = 10.0
 """Seconds that requests in flight may take to finish once the server is asked to stop."""
+REFUSAL = "without a token: whoever can reach it could use the model; leave --no-token away, or use --host 127.0.0.1"
 
 logger = logging.getLogger(__name__)
+
+
+async def serve_model(
+    declared: RewardModel,
+    host: str,
+    port: int,
+    *,
+    token_file: str | None,
+    open_to_all: bool,
+    on_ready: Callable[[str, str], None],
+) -> None:
+    """Serve a reward model at `host:port` until SIGINT or SIGTERM, then finish what runs and close everything.
+
+    Without `token_file` a token is made, unless the server is `open_to_all`, which only a loopback address may be.
+    `on_ready` gets the URL and the token's file (empty where there is none) once the server answers; port 0 picks a
+    free one. A second signal ends it at once. Raises `EnvgymError` for what cannot be served.
+    """
+    token = read_token(token_file) if token_file is not None else None
+    stopping = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(host, port, refusal=REFUSAL if open_to_all else None))
+        stack.enter_context(stop_signals(stopping))
+        logs = tempfile.mkdtemp(prefix="envgym-reward-model-")
+        runtime = LocalRuntime(logs)
+        stack.push_async_callback(runtime.close)
+        client = RewardModelClient(declared, "reward-model", lambda: runtime)
+        stack.push_async_callback(client.close)
+        if await _first(client.start(), stopping.wait()):
+            if token is None and not open_to_all:
+                port = listener.getsockname()[1]
+                token, token_file = stack.enter_context(made_token(f"reward-model-{port}"))
+            server = RewardServer(client, token)
+            await stack.enter_async_context(server.running(listener))
+            on_ready(f"{_url(listener)}/get_reward", token_file or "")
+            if await _first(server.dead.wait(), stopping.wait()):
+                raise RunError(
+                    f"the reward model's process ended without being asked to (log: {logs}/reward-model.log)"
+                )
+    shutil.rmtree(logs, ignore_errors=True)
 
 
 class RewardServer:
@@ -157,3 +205,22 @@ def _conversation(query: Any, index: int) -> Conversation:
         return as_messages(query)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise _Problem(422, f"query {index}: {str(error)[:200]}") from None
+
+
+async def _first(one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> bool:
+    """Wait for either, end the other, and say whether it was the first. Raises what the first raised."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if not tasks[0].done():
+        return False
+    tasks[0].result()
+    return True
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

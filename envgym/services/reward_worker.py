@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, missing_package
+from envgym.models.resolve import policy_of_run
 from envgym.render import make_renderer
 from envgym.types import Observation, as_messages
 
-Text = str | list[dict[str, Any]]
-"""A conversation as plain text or in the form that chat templates take."""
+from .client import Text
 
 
 class RewardWorker:
@@ -48,6 +48,7 @@ class RewardWorker:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
+        model = str(policy_of_run(folder)) if (folder := Path(model).expanduser()).is_dir() else model
         self._device = _roomiest_device()
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
@@ -97,9 +98,9 @@ class RewardWorker:
         tokenizer = self._tokenizer
         if not isinstance(text, str):
             if self._renderer is not None and text and text[-1]["role"] == "assistant":
-                *before, said = as_messages(text)
+                *before, answer = as_messages(text)
                 dialogue = self._renderer.dialogue()
-                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.add_demonstration(said)]
+                return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.add_demonstration(answer)]
             if tokenizer.chat_template:
                 rendered = tokenizer.apply_chat_template(text, tokenize=False)
                 return list(tokenizer.encode(rendered, add_special_tokens=False))  # templates write them themselves

@@ -149,7 +149,7 @@ def _client(declared: Service, name: str, runtime: Callable[[], Runtime], determ
 
         return RewardModelClient(declared, f"service-{name}", runtime, deterministic=deterministic)
     if isinstance(declared, RewardEndpoint):
-        from .reward import RewardEndpointClient
+        from .reward_endpoint import RewardEndpointClient
 
         return RewardEndpointClient(declared)
     if isinstance(declared, Chat):

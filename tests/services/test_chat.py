@@ -73,6 +73,39 @@ def test_a_question_is_asked_as_the_api_wants_it(serving):
     assert (counters["prompt_tokens"], counters["completion_tokens"]) == (7, 2)
 
 
+def test_no_other_credentials_of_the_environment_are_sent(serving, monkeypatch):
+    """Neither those that the openai SDK takes from variables nor a proxy's or .netrc's."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-other")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-other")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Gateway: sk-other\nAuthorization: Bearer sk-other")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    seen = []
+
+    async def handler(request):
+        seen.append(dict(request.headers))
+        return says("fine")
+
+    for settings in ({"api_key_env": "TEST_KEY"}, {}):
+        answers, _ = ask(serving, handler, "?", **settings)
+        assert answers == ["fine"]
+    assert seen[0].pop("Authorization") == f"Bearer {KEY}"
+    for headers in seen:
+        assert {name.lower() for name in headers} <= set(http.HEADERS)
+        assert "other" not in str(headers)
+
+
+def test_a_compressed_answer_is_bounded_by_what_it_holds(serving, monkeypatch):
+    monkeypatch.setattr(http, "MAX_ANSWER", 100_000)
+
+    async def handler(request):
+        response = says("x" * 10**6)
+        response.enable_compression()
+        return response
+
+    [failure], _ = ask(serving, handler, "?", tries=1)
+    assert "answers with more than" in str(failure)
+
+
 @pytest.mark.parametrize("fault", ["429", "500", "garbage", "hang up", "hang", "html 502"])
 def test_a_passing_fault_is_ridden_out(serving, fault):
     calls = 0
