@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.schema import resolve
-from .monitoring.display import Display, open_display
+from .monitoring.display import Display
+from .monitoring.terminal import open_display
 
 if TYPE_CHECKING:
     from .evaluation.suite import Suite
@@ -24,11 +25,8 @@ def train(
     from .training.run import train as run
 
     config = resolve(_nested(settings), recipe=recipe, file=file)
-    display = Display() if quiet else open_display(config)
-    try:
+    with Display() if quiet else open_display() as display:
         return run(config, display=display)
-    finally:
-        display.close()
 
 
 def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, quiet: bool = False) -> dict[str, Any]:
@@ -37,11 +35,10 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     from .evaluation.policy import new_evaluation, run_evaluation
 
     evaluation = new_evaluation(_nested(settings), suite=suite)
-    display = Display() if quiet else open_display(evaluation.config, evaluation.suite)
-    try:
+    stage = evaluation.config.stages[-1]
+    with Display() if quiet else open_display() as display:
+        display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
         return run_evaluation(evaluation, display)
-    finally:
-        display.close()
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

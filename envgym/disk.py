@@ -24,7 +24,8 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"another {what} is writing to {folder}") from None
+            advice = "wait until it ends, or stop it with Ctrl-C"
+            raise RunError(f"another {what} is writing to {folder}: {advice}") from None
         yield
 
 

@@ -1,10 +1,10 @@
-"""Whether an environment can be trusted: repeatable, isolated, rightly typed, fast enough, and not to be fooled.
+"""Examination of an environment: is it repeatable, isolated, rightly typed, fast enough, and not to be fooled?
 
     report = await check_environment("file.py", {"digits": 2})
     print(report.passed, *report.findings, sep="\\n")
 
-What is looked at is in the modules `description`, `episodes`, `repeatability`, `isolation`, `latency`, `leak`, `scores`
-and `endings`. They run in a process of their own (`host`), so that an environment that hangs or crashes is a finding.
+The questions are in the modules `tasks`, `episodes`, `repeatability`, `latency`, `leak`, `scores` and `endings`. They
+are answered in a process of their own, so that an environment that hangs or crashes is a finding.
 """
 
 from .report import Finding, Report, Verdict

@@ -1,14 +1,14 @@
-"""What happens after the end: of an episode, of an instance, of the environment."""
+"""Checks of what comes after the end: of an episode, of an instance, of the environment."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +17,65 @@ from envgym.services import start_services
 from envgym.types import Action
 from envgym.workers.guard import descendants, stat
 
-from .context import Subject
 from .play import CLOSE_SECONDS, Played, difference, play
-from .report import Finding, failed, listed, not_applicable, ok
+from .report import Finding, Verdict, failed, listed, not_applicable, ok
 from .scripts import monkey
+from .subject import Subject
 
+CHECKS = ("after the end", "close")
 CYCLES = 3
 """Times the environment is set up, played and torn down: what is left each time is a leak."""
 PATIENCE_SECONDS = 3.0
-"""How long what has been closed may take to be gone."""
+"""Seconds that what has been closed may take to be gone."""
 
 
-async def check(subject: Subject, repeatable: bool) -> list[Finding]:
-    """`repeatable`: whether the same episode twice is the same, so that two can be compared."""
-    return [await _after_the_end(subject, repeatable), await _close(subject)]
+async def check(subject: Subject) -> list[Finding]:
+    return [await _after_the_end(subject), await _close(subject)]
 
 
-async def _after_the_end(subject: Subject, repeatable: bool) -> Finding:
-    name = "after the end"
+async def _after_the_end(subject: Subject) -> Finding:
     for number, task in enumerate(await subject.tasks(2)):
-        for script_name, script in subject.scripts(task).items():
-            fresh = await play(subject.spec, task, number, script, script_name)
+        for script in subject.scripts(task).values():
+            fresh = await subject.play(task, number, script)
             if not fresh.ended:
                 continue
             env = subject.spec.of(task).make()
             try:
-                options = {"task": task}
-                await env.reset(seed=number, options=options)
-                ended = False
+                await env.reset(seed=number, options={"task": task})
                 for turn in fresh.turns:
                     _, _, terminated, truncated, _ = await env.step(turn.action)
-                    ended = terminated or truncated
-                    if ended:
+                    if terminated or truncated:
                         break
-                if not ended:  # the same turns do not end it again
+                else:  # the same turns do not end it again
                     continue
                 try:
                     await env.step(Action("more"))
                 except Exception:
-                    again = await play(subject.spec, task, number, script, script_name, env=env)
-                    return _reset_again(fresh, again, repeatable)
+                    return _reset_again(subject, fresh, await subject.play(task, number, script, env=env))
                 advice = "raise ResetNeeded from a step that comes after the last"
-                return failed(name, "a step after the end is answered as if nothing had happened", advice)
+                return failed("a step after the end is answered as if nothing had happened", advice)
             finally:
-                await _quietly(env.close)
-    return not_applicable(name, "no episode came to an end")
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await env.close()
+    return not_applicable("no episode came to an end")
 
 
-def _reset_again(fresh: Played, again: Played, repeatable: bool) -> Finding:
-    name = "after the end"
+def _reset_again(subject: Subject, fresh: Played, again: Played) -> Finding:
     if again.error is not None and fresh.error is None:
-        advice = "reset must begin anew whatever came before"
-        return failed(name, f"an instance cannot be reset again: {again.problem()}", advice)
-    if repeatable and (found := difference(fresh.heard(), again.heard())):
+        return failed(
+            f"an instance cannot be reset again: {again.problem()}", "reset must begin anew whatever came before"
+        )
+    repeatable = all(subject.verdicts.get(check) is Verdict.OK for check in ("seed", "generators"))
+    if repeatable and (found := difference(fresh.record(), again.record())):
         advice = "let reset set everything that an episode changes"
-        return failed(name, f"an instance that is reset plays another episode than a new one: {found}", advice)
-    return ok(name, "a step is refused; the instance can be reset, and then plays as a new one does")
+        return failed(f"an instance that is reset plays another episode than a new one: {found}", advice)
+    return ok("a step is refused; the instance can be reset, and then plays as a new one does")
 
 
 async def _close(subject: Subject) -> Finding:
     """After an episode, twice, in the middle of one, and before any."""
-    name = "close"
-    task = (await subject.tasks(1))[0]
+    [task] = await subject.tasks(1)
     for when, resets, closes in (
         ("after a reset", True, 1),
         ("a second time", True, 2),
@@ -93,33 +90,23 @@ async def _close(subject: Subject) -> Finding:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await env.close()
         except Exception as error:
-            said = (
-                f"takes longer than {CLOSE_SECONDS:g} s"
-                if isinstance(error, TimeoutError)
-                else f"raises {error!r:.100}"
-            )
+            problem = f"raises {error!r:.100}"
+            if isinstance(error, TimeoutError):
+                problem = f"takes longer than {CLOSE_SECONDS:g} s"
             advice = "close is called in every path, also after a reset that failed: let it release what there is"
-            return failed(name, f"close {when} {said}", advice)
-    return ok(name, "harmless in the middle of an episode, twice, and before a reset")
+            return failed(f"close {when} {problem}", advice)
+    return ok("harmless in the middle of an episode, twice, and before a reset")
 
 
-async def _quietly(close: Callable[[], Any]) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await close()
-    except Exception:
-        return
+# -- what is left behind ----------------------------------------------------------------------------------
+
+LEFT_BEHIND = ("left behind",)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What is left behind
-
-
-async def left_behind(subject: Subject) -> Finding:
+async def check_left_behind(subject: Subject) -> list[Finding]:
     """Threads, processes and open files after the environment was torn down. The process must have closed its own."""
-    name = "left behind"
     if sys.platform != "linux":
-        return not_applicable(name, "it is read from /proc, which is Linux's")
+        return [not_applicable("it is read from /proc, which is Linux's")]
     await _cycle(subject)  # what is made once and kept, with the first use of a library, is no leak
     before = _resources()
     cycles = 1 if subject.needs_services else CYCLES
@@ -132,8 +119,8 @@ async def left_behind(subject: Subject) -> Finding:
         left = _left(before, cycles)
     if left:
         advice = "release in close what reset and step acquire, and in teardown what setup does"
-        return failed(name, f"after {cycles} rounds of set-up, episodes and teardown there are {left}", advice)
-    return ok(name, "no threads, processes or open files")
+        return [failed(f"after {cycles} rounds of set-up, episodes and teardown there are {left}", advice)]
+    return [ok("no threads, processes or open files")]
 
 
 async def _cycle(subject: Subject) -> None:
@@ -153,7 +140,7 @@ def _resources() -> dict[str, dict[Any, str]]:
 
 
 def _left(before: dict[str, dict[Any, str]], cycles: int) -> str:
-    """What there is more of than before, at least one for each cycle; processes, one at all."""
+    """The resources of which there are more than before, by one for each cycle at least; processes, by one at all."""
     found = []
     for kind, now in _resources().items():
         new = [what for key, what in now.items() if key not in before[kind]]
@@ -168,23 +155,18 @@ def _processes() -> dict[int, str]:
     """Children and theirs, by what they run; but for those that have ended, and multiprocessing's own helpers."""
     found = {}
     for pid in descendants({os.getpid()}) - {os.getpid()}:
-        fields = stat(pid)
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it has ended meanwhile
-            continue
-        own_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
-        if fields and fields[0] != "Z" and not own_helper:
-            found[pid] = command[:60]
+            own_helper = "multiprocessing.resource_tracker" in command or "multiprocessing.forkserver" in command
+            if (fields := stat(pid)) and fields[0] != "Z" and not own_helper:
+                found[pid] = command[:60]
     return found
 
 
 def _open_files() -> dict[Any, str]:
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        try:
+        with contextlib.suppress(OSError):  # the listing's own
             target = os.readlink(entry)
-        except OSError:  # the listing's own
-            continue
-        found[entry.name, target] = target
+            found[entry.name, target] = target
     return found

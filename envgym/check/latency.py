@@ -1,4 +1,4 @@
-"""How long the environment's calls take, and whether it holds up the event loop that all episodes share."""
+"""Checks of time: the duration of calls, and of holding up the event loop that all episodes share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from envgym.types import Task
 
-from .context import Clock, Subject
-from .play import Played, Player, Script
+from .play import Played, Script
 from .report import Finding, failed, not_applicable, ok, warning
+from .subject import Clock, Subject
 
+CHECKS = ("latency", "event loop")
 SLOW_SECONDS = 1.0
 """A median call above this is worth a word: a step of training waits for its slowest episode."""
 HOLD_SECONDS = 0.05
@@ -40,7 +41,7 @@ async def check(subject: Subject) -> list[Finding]:
                     resets.append(played.reset_seconds)
                     steps += [turn.seconds for turn in played.turns]
                     if played.error is not None and not steps:
-                        return [not_applicable(check, played.problem()) for check in ("latency", "event loop")]
+                        return [not_applicable(played.problem()), not_applicable(played.problem())]
                 for index, same_call in enumerate(zip(*(holds for _, holds in runs), strict=False)):
                     call = "step" if index else "reset"
                     held[call] = max(held.get(call, 0.0), min(same_call))
@@ -48,21 +49,19 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 def _latency(resets: list[float], steps: list[float]) -> Finding:
-    name = "latency"
-    told = ", ".join(
+    found = ", ".join(
         f"{call} {_duration(statistics.median(seconds))} (at most {_duration(max(seconds))})"
         for call, seconds in (("reset", resets), ("step", steps))
         if seconds
     )
     if max(statistics.median(seconds) for seconds in (resets, steps) if seconds) > SLOW_SECONDS:
-        return warning(name, told, "what is the same for every episode belongs into EnvSpec.setup")
-    return ok(name, told)
+        return warning(found, "what is the same for every episode belongs into EnvSpec.setup")
+    return ok(found)
 
 
 def _event_loop(subject: Subject, held: dict[str, float]) -> Finding:
-    name = "event loop"
     if subject.is_remote:
-        return not_applicable(name, "it plays on its server")
+        return not_applicable("it plays on its server")
     worst = max(held, key=lambda call: held[call])
     if held[worst] > HOLD_SECONDS:
         found = f"{worst} holds up all other episodes for {_duration(held[worst])}, each time"
@@ -70,8 +69,8 @@ def _event_loop(subject: Subject, held: dict[str, float]) -> Finding:
             f"write {worst} as plain def, or set blocking = True: it then gets a thread of its own; "
             "what holds Python's lock even there belongs into a process"
         )
-        return failed(name, found, advice)
-    return ok(name, f"never held for longer than {_duration(held[worst])}")
+        return failed(found, advice)
+    return ok(f"never held for longer than {_duration(held[worst])}")
 
 
 def _duration(seconds: float) -> str:
@@ -79,7 +78,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Heart:
-    """Beats on the event loop; how long it had to skip says how long somebody kept the loop."""
+    """Beats on the event loop; the longest pause is how long somebody kept the loop."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -91,7 +90,7 @@ class _Heart:
             self._note()
 
     async def longest_pause(self, call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
-        """What `call` returns, and the longest time without a beat until it did, in seconds."""
+        """The result of `call`, and the longest time without a beat until it came, in seconds."""
         await asyncio.sleep(0)
         self._note()
         self._longest = 0.0
@@ -117,7 +116,7 @@ async def _heartbeat() -> Any:
 
 async def _timed(subject: Subject, task: Task, seed: int, script: Script, heart: _Heart) -> tuple[Played, list[float]]:
     """Play an episode; also how long each call of it held the loop."""
-    player = Player(subject.spec, task, seed, script, "timed")
+    player = subject.player(task, seed, script)
     goes_on, hold = await heart.longest_pause(player.begin)
     holds = [hold]
     while goes_on:

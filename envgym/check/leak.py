@@ -1,4 +1,4 @@
-"""Whether the answer can be read off what the policy is shown.
+"""Check of leaks: can the answer be read off what the policy is shown?
 
 That an answer occurs in its problem proves nothing: "4" is in "4 + 0", and the larger of two numbers is one of them. So
 a *rule* is looked for that gives the answer away wherever it is applied: what follows certain words, or stands at a
@@ -27,11 +27,12 @@ from typing import Any
 
 from envgym.types import Message
 
-from .context import Clock, Subject
-from .play import Player, text_of
+from .play import text_of
 from .report import Finding, failed, not_applicable, ok, warning
 from .scripts import empty
+from .subject import Subject
 
+CHECKS = ("leak",)
 TASKS = 240
 FEWEST = 16
 """Tasks below which a permutation test cannot reach `LEVEL`."""
@@ -47,18 +48,14 @@ Rule = Callable[[str], Iterable[str]]
 
 
 async def check(subject: Subject) -> list[Finding]:
-    name = "leak"
     texts: list[str] = []
     answers: list[str] = []
     in_info = 0
-    clock = Clock(SECONDS)
-    for number, task in enumerate(await subject.tasks(TASKS)):
-        if clock.is_up and len(texts) >= 2 * FEWEST:
-            break
+    async for number, task in subject.numbered_tasks(TASKS, SECONDS, fewest=2 * FEWEST):
         answer = written(task.answer) or _demonstrated(subject.demonstrations(task))
         if not answer:
             continue
-        player = Player(subject.spec, task, number, empty, "look")
+        player = subject.player(task, number, empty)
         await player.begin()
         played = await player.end()
         if played.first is not None:
@@ -66,15 +63,14 @@ async def check(subject: Subject) -> list[Finding]:
             answers.append(answer)
             in_info += any(occurs(answer, str(value)) for key, value in played.info.items() if key != "task")
     if len(texts) < FEWEST:
-        return [not_applicable(name, f"{len(texts)} tasks with an answer are too few (or answers are not known)")]
+        return [not_applicable(f"{len(texts)} tasks with an answer are too few (or answers are not known)")]
     return [verdict(texts, answers, in_info)]
 
 
 def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> Finding:
-    """What can be said of problems and their answers."""
-    name = "leak"
+    """The finding on problems and their answers."""
     if len(set(answers)) == 1:
-        return not_applicable(name, "all answers are the same")
+        return not_applicable("all answers are the same")
     rng = random.Random(0)
     order = list(range(len(texts)))
     rng.shuffle(order)
@@ -84,25 +80,24 @@ def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> F
     trial = Trial([set(rule(texts[i])) for i in tried_on], [answers[i] for i in tried_on])
     if trial.is_much and (p := trial.p(rng)) < LEVEL:
         return failed(
-            name,
             f"{description} is the answer in {trial.share:.0%} of {half} tasks, and that of another task in "
             f"{trial.by_chance:.0%} (p = {p:.1g})",
             "leave the answer out of the observation (unless the task is to copy it)",
         )
     trial = Trial([{answer for answer in set(answers) if occurs(answer, text)} for text in texts], answers)
-    told = (
+    found = (
         f"it is in the observation in {trial.share:.0%} of {len(texts)} tasks, another task's in {trial.by_chance:.0%}"
     )
     if in_info:
-        told += f"; in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
+        found += f"; in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
     if trial.is_much and trial.p(rng) < LEVEL:
-        return warning(name, told, "as it should be where it is to be picked out of a text or a list")
-    return ok(name, told)
+        return warning(found, "as it should be where it is to be picked out of a text or a list")
+    return ok(found)
 
 
 class Trial:
-    """What was `found` for each task, held against the `answers`: `share` of them were found for their own task,
-    `by_chance` for another."""
+    """The answers `found` for each task, held against the right `answers`: `share` of them were found for their own
+    task, `by_chance` for another."""
 
     def __init__(self, found: Sequence[set[str]], answers: Sequence[str]) -> None:
         ids = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
@@ -131,8 +126,7 @@ class Trial:
         return sum(row[answer] for row, answer in zip(self._hits, answers, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Rules
+# -- rules ------------------------------------------------------------------------------------------------
 
 
 def choose_rule(texts: Sequence[str], answers: Sequence[str]) -> tuple[str, Rule]:
@@ -190,7 +184,7 @@ def _at(place: int, pattern: str) -> Rule:
 
 
 def places(answer: str, text: str) -> list[int]:
-    """Where `answer` stands in `text` as words of its own: "4" does not stand in "42"."""
+    """The places at which `answer` stands in `text` as words of its own: "4" does not stand in "42"."""
     found, at = [], text.find(answer)
     while at >= 0:
         if _begins_at(text, at) and _ends_at(text, at + len(answer)):
@@ -211,8 +205,7 @@ def _ends_at(text: str, at: int) -> bool:
     return at >= len(text) or not (text[at - 1].isalnum() and text[at].isalnum())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Answers
+# -- answers ----------------------------------------------------------------------------------------------
 
 
 def written(answer: Any) -> str:
@@ -227,6 +220,6 @@ def written(answer: Any) -> str:
 
 
 def _demonstrated(variants: Sequence[Sequence[str | Message]]) -> str:
-    """What the shortest demonstration says last, for tasks that hold no answer."""
+    """The last turn of the shortest demonstration, for tasks that hold no answer."""
     last = [turns[-1] for turns in variants if turns]
     return min((turn.text if isinstance(turn, Message) else turn for turn in last), key=len, default="").strip()

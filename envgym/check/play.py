@@ -1,8 +1,9 @@
-"""Plays episodes from scripts instead of a policy, and writes down all that was said, so that two can be compared."""
+"""Episodes played from scripts in place of a policy, with a record of each, so that two can be compared."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,14 +14,13 @@ from envgym.engines.base import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.isolation import cancellation
-from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
 from envgym.rollout.runner import apply_judgement, as_judgement
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Observation, Outcome, Task
 
 Script = Callable[[int, Observation], Action | None]
-"""What to do in turn k (from 0) given what was just observed; None where it has nothing more to do."""
+"""The action for turn k (from 0) given what was just observed; None where it has nothing more to do."""
 
 CALL_SECONDS = 10.0
 """Seconds a reset or a step may take here; see `call_limit`."""
@@ -55,12 +55,17 @@ class Played:
     close_error: BaseException | None = None
     reset_seconds: float = 0.0
     odd_flag: str = ""
-    """What the environment returned as `terminated` or `truncated` that is no truth value."""
+    """A value of `terminated` or `truncated` that is no truth value, as part of a sentence."""
 
     @property
     def ended(self) -> bool:
         """Whether the environment ended it."""
         return bool(self.turns) and (self.turns[-1].terminated or self.turns[-1].truncated)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call took longer than it may."""
+        return isinstance(self.error, CallTimeout) or isinstance(self.close_error, CallTimeout)
 
     @property
     def wrong_types(self) -> bool:
@@ -80,99 +85,52 @@ class Played:
             return f"{self.error}"
         return f"{self.failed_in} raised {type(self.error).__name__}: {' '.join(str(self.error).split())[:200]}"
 
-    def heard(self) -> list[dict[str, Any]]:
-        """All that the environment said, as plain data: an entry for the reset and one for each turn."""
-        if self.first is None:
-            return [{"error": type(self.error).__name__}]
-        said: list[dict[str, Any]] = [{"observation": plain(self.first)}]
+    def record(self) -> list[dict[str, Any]]:
+        """All that the environment returned, as plain data: an entry for the reset and one for each turn."""
+        entries: list[dict[str, Any]] = [] if self.first is None else [{"observation": _plain(self.first)}]
         for turn in self.turns:
-            said.append(
+            entries.append(
                 {
-                    "observation": plain(turn.observation),
+                    "observation": _plain(turn.observation),
                     "reward": turn.reward,
                     "terminated": turn.terminated,
                     "truncated": turn.truncated,
                     "score": turn.info.get("score"),
                 }
             )
-        return [*said, {"error": type(self.error).__name__}] if self.error is not None else said
+        return entries if self.error is None else [*entries, {"error": type(self.error).__name__}]
 
     def episode(self) -> Episode:
         """The episode as an agent would have written it down, with the bytes of the texts for tokens."""
         transcript = Transcript(None)
         transcript.begin([0])
-        transcript.messages = list(as_said(self.first or Observation()))
+        transcript.messages = list(messages_of(self.first or Observation()))
         for turn in self.turns:
             ids = turn.action.token_ids
             transcript.record(Generation(ids, (0.0,) * len(ids), turn.action.stop_reason, ()), 1.0)
             transcript.paid(turn.reward, turn.info)
-            said = Message.of("assistant", turn.action.text)
-            transcript.messages += [said, *as_said(turn.observation)]
+            transcript.messages += [Message.of("assistant", turn.action.text), *messages_of(turn.observation)]
         outcome = Outcome.completed() if self.ended else Outcome.truncated("turns")
         episode = transcript.episode(self.task, outcome)
         episode.id, episode.seed = f"check/{self.task.key}:{self.script}", self.seed
         return episode
 
 
-def plain(observation: Observation) -> dict[str, Any]:
-    """An observation as data that can be compared and pickled."""
-    return {
-        "messages": [message.as_dict() for message in observation.messages],
-        "text": observation.text,
-        "sampling": dict(observation.sampling or {}),
-        "tools": [tool.as_dict() for tool in observation.tools],
-    }
-
-
-def as_said(observation: Observation) -> tuple[Message, ...]:
-    """What an observation says, as messages."""
+def messages_of(observation: Observation) -> tuple[Message, ...]:
+    """An observation as messages."""
     return (Message.of("user", observation.text),) if observation.text is not None else observation.messages
 
 
 def text_of(observation: Observation) -> str:
     """Everything the policy reads of an observation, tools included."""
     tools = [f"{tool.name} {tool.description} {tool.parameters}" for tool in observation.tools]
-    return "\n".join([*tools, *(message.text for message in as_said(observation))])
+    return "\n".join([*tools, *(message.text for message in messages_of(observation))])
 
 
 def action_of(turn: str | Message) -> Action:
-    """What somebody says, as an action; its bytes stand for tokens."""
+    """A turn of the assistant as an action; its bytes stand for tokens."""
     message = turn if isinstance(turn, Message) else Message.of("assistant", turn)
     return Action(message.text, tuple(message.text.encode("utf-8", "replace")), message.tool_calls)
-
-
-def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
-    """Where two accounts by `Played.heard` first differ, and how; empty where they do not."""
-    for number, (left, right) in enumerate(zip(one, other, strict=False)):
-        where = f"turn {number}" if number else "the first observation"
-        for key in dict.fromkeys([*left, *right]):
-            if key not in left or key not in right:
-                return f"{where}: an error in one of them ({left.get('error') or right.get('error')})"
-            if not _same(left[key], right[key]):
-                what = where if key == "observation" and not number else f"{key} of {where}"
-                return f"{what}: {shown(left[key], right[key])}"
-    return f"{len(one) - 1} turns or {len(other) - 1}" if len(one) != len(other) else ""
-
-
-def shown(left: Any, right: Any) -> str:
-    """Two values side by side, from a little before where they part."""
-    one, other = (_text(value) for value in (left, right))
-    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = max(0, start - 20)
-    return f"{one[start : start + 60]!r} or {other[start : start + 60]!r}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict) and "messages" in value:
-        messages = "\n".join(message["content"] for message in value["messages"])
-        return "\n".join(filter(None, [messages, value["text"], str(value["tools"] or "")]))
-    return str(value)
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, float) and isinstance(right, float):  # batches of a reward model round differently
-        return math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)
-    return bool(left == right)
 
 
 def call_limit(spec: EnvSpec) -> float:
@@ -217,12 +175,11 @@ class Player:
             return False
         played.failed_in, start = "step", time.monotonic()
         try:
-            observation, reward, terminated, truncated, info = await self._call(self._env.step(action))
+            answer = await self._call(self._env.step(action))
         except BaseException as error:
             played.error = _of_environment(error)
             return False
-        seconds = time.monotonic() - start
-        played.turns.append(Turn(action, observation, reward, terminated, truncated, info, seconds))
+        played.turns.append(Turn(action, *answer, seconds=time.monotonic() - start))
         return not played.ended
 
     async def end(self) -> Played:
@@ -236,9 +193,16 @@ class Player:
                 self.played.close_error = _of_environment(error)
         return self.played
 
+    async def rest(self, goes_on: bool) -> Played:
+        """Play the turns there are, if it `goes_on`, and close the instance. Others may play in between."""
+        while goes_on:
+            await asyncio.sleep(0)  # methods that never wait would else be played one episode after the other
+            goes_on = await self.turn()
+        return await self.end()
+
     async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What a call comes to within the limit."""
-        what = self.played.failed_in
+        """The result of a call within the limit."""
+        method = self.played.failed_in
         deadline = Deadline(self._limit)
 
         async def limited() -> Any:
@@ -246,45 +210,44 @@ class Player:
                 return await work
 
         try:
-            return await run_to_end(limited())
-        except StillRunning:
+            return await cancellation.run_to_end(limited())
+        except cancellation.StillRunning:
             grace = cancellation.GRACE_SECONDS
             raise CallTimeout(
-                f"{what} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
+                f"{method} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
             ) from None
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise CallTimeout(f"{what} took longer than {self._limit:g} s") from None
+            raise CallTimeout(f"{method} took longer than {self._limit:g} s") from None
 
     def _watch_flags(self, checked: CheckedEnv) -> None:
         """Note flags that are no truth values: behind `CheckedEnv` they are already made into some."""
-        step, played = checked.env.step, self.played
-        if checked.env is checked or getattr(step, "is_watched", False):  # a remote one: its server has looked
+        if checked.env is checked:  # a remote one: its server has looked
             return
+        step, played = checked.env.step, self.played
 
-        def look(result: Any) -> Any:
+        def noted(result: Any) -> Any:
             if isinstance(result, tuple) and len(result) == 5:
                 for name, flag in (("terminated", result[2]), ("truncated", result[3])):
                     if type(flag).__name__ not in ("bool", "bool_"):
                         played.odd_flag = f"step returned {flag!r:.40} as {name}"
             return result
 
-        def plain_step(action: Action) -> Any:
-            return look(step(action))
+        async def awaited(result: Coroutine[Any, Any, Any]) -> Any:
+            return noted(await result)
 
-        async def async_step(action: Action) -> Any:
-            return look(await step(action))
+        def watched(action: Action) -> Any:
+            result: Any = step(action)
+            return awaited(result) if inspect.iscoroutine(result) else noted(result)
 
-        watched: Any = async_step if asyncio.iscoroutinefunction(step) else plain_step
-        watched.is_watched = True
         watched.__name__ = "step"
         checked.env.step = watched  # type: ignore[method-assign]
 
 
 def _of_environment(error: BaseException) -> BaseException:
     """`error`, where it is one of an episode. Raises what ends this process, or the check."""
-    if isinstance(error, SystemExit | KeyboardInterrupt) or is_shutdown(error):
+    if isinstance(error, SystemExit | KeyboardInterrupt) or cancellation.is_shutdown(error):
         raise error
     return error
 
@@ -294,10 +257,7 @@ async def play(
 ) -> Played:
     """Play one episode with a new instance, or with `env`, and close it."""
     player = Player(spec, task, seed, script, name)
-    goes_on = await player.begin(env)
-    while goes_on:
-        goes_on = await player.turn()
-    return await player.end()
+    return await player.rest(await player.begin(env))
 
 
 async def judged(spec: EnvSpec, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
@@ -311,3 +271,49 @@ async def judged(spec: EnvSpec, task: Task, episodes: Sequence[Episode]) -> list
             apply_judgement(episode, verdict)
             kept.append(episode)
     return kept
+
+
+# -- comparison -------------------------------------------------------------------------------------------
+
+
+def difference(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """The first difference between two records by `Played.record`, as a sentence; empty where there is none."""
+    for number, (left, right) in enumerate(zip(one, other, strict=False)):
+        where = f"turn {number}" if number else "the first observation"
+        for key in dict.fromkeys([*left, *right]):
+            if key not in left or key not in right:
+                return f"{where}: an error in one of them ({left.get('error') or right.get('error')})"
+            if not _same(left[key], right[key]):
+                what = where if key == "observation" and not number else f"{key} of {where}"
+                return f"{what}: {_side_by_side(_text(left[key]), _text(right[key]))}"
+    return f"{len(one) - 1} turns or {len(other) - 1}" if len(one) != len(other) else ""
+
+
+def _side_by_side(one: str, other: str) -> str:
+    """Two texts from a little before where they part."""
+    start = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, start - 20)
+    return f"{one[start : start + 60]!r} or {other[start : start + 60]!r}"
+
+
+def _plain(observation: Observation) -> dict[str, Any]:
+    """An observation as data that can be compared and pickled."""
+    return {
+        "messages": [message.as_dict() for message in observation.messages],
+        "text": observation.text,
+        "sampling": dict(observation.sampling or {}),
+        "tools": [tool.as_dict() for tool in observation.tools],
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict) and "messages" in value:
+        messages = "\n".join(message["content"] for message in value["messages"])
+        return "\n".join(filter(None, [messages, value["text"], str(value["tools"] or "")]))
+    return str(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float):  # batches of a reward model round differently
+        return math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(left == right)

@@ -1,4 +1,4 @@
-"""What a check says: one finding for each question, and all of them together."""
+"""The result of a check: one finding for each question, and all of them together."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ class Verdict(StrEnum):
     NOT_APPLICABLE = "not applicable"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finding:
-    """The answer to the question `check`: what was `found`, and, where something is wrong, what to do (`advice`)."""
+    """The answer to one question: what was `found`, and, where something is wrong, what to do (`advice`). `check` is
+    the question's name, set by whoever runs the checks."""
 
-    check: str
     verdict: Verdict
     found: str
     advice: str = ""
+    check: str = ""
 
     def __str__(self) -> str:
         text = f"{self.verdict:<14}  {self.check:<16}  {self.found}"
         return f"{text}\n{'':34}-> {self.advice}" if self.advice else text
 
 
-def ok(check: str, found: str) -> Finding:
-    return Finding(check, Verdict.OK, found)
+def ok(found: str) -> Finding:
+    return Finding(Verdict.OK, found)
 
 
-def failed(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, Verdict.FAILED, found, advice)
+def failed(found: str, advice: str) -> Finding:
+    return Finding(Verdict.FAILED, found, advice)
 
 
-def warning(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, Verdict.WARNING, found, advice)
+def warning(found: str, advice: str) -> Finding:
+    return Finding(Verdict.WARNING, found, advice)
 
 
-def not_applicable(check: str, why: str) -> Finding:
-    return Finding(check, Verdict.NOT_APPLICABLE, why)
+def not_applicable(why: str) -> Finding:
+    return Finding(Verdict.NOT_APPLICABLE, why)
 
 
 @dataclass(slots=True)
@@ -61,17 +62,21 @@ class Report:
 
     def failed(self) -> set[str]:
         """The names of the checks that failed."""
-        return {finding.check for finding in self.findings if finding.verdict is Verdict.FAILED}
+        return {check for check, verdict in self.verdicts().items() if verdict is Verdict.FAILED}
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """The answers so far, by check."""
+        return {finding.check: finding.verdict for finding in self.findings}
 
     def verdict(self, check: str) -> Verdict | None:
         """The answer to one question; None where it was not asked."""
-        return next((finding.verdict for finding in self.findings if finding.check == check), None)
+        return self.verdicts().get(check)
 
     def summary(self) -> str:
-        """One line: how many of each, and how long it took."""
-        counts = {verdict: sum(finding.verdict is verdict for finding in self.findings) for verdict in Verdict}
-        said = [f"{count} {verdict.lower()}" for verdict, count in counts.items() if count]
-        return f"{len(self.findings)} checks: {', '.join(said)} ({self.seconds:.0f} s)"
+        """One line: the number of each verdict, and the time it took."""
+        given = list(self.verdicts().values())
+        counts = ", ".join(f"{given.count(verdict)} {verdict.lower()}" for verdict in Verdict if verdict in given)
+        return f"{len(given)} checks: {counts} ({self.seconds:.0f} s)"
 
 
 def listed(items: Iterable[object], most: int = 3) -> str:

@@ -1,39 +1,50 @@
-"""Runs the checks of an environment one group after the other, in processes that may hang or crash."""
+"""The checks of an environment, one group after the other, in processes that may hang or crash."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import re
 import shutil
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, names_file
+from envgym.registry import spec
+from envgym.remote.client import ServedEnvSpec
+from envgym.services import Services, start_services
 from envgym.workers.local import LocalRuntime, LocalWorker
 
-from . import repeatability, scores
+from . import endings, episodes, latency, leak, repeatability, scores, tasks
+from .play import call_limit
 from .report import Finding, Report, Verdict, failed, not_applicable
+from .subject import Subject
 
 GROUP_SECONDS = 300.0
 """Seconds a group of checks may take. Each keeps itself to far less, but for an environment that is slow throughout."""
-GROUPS = {
-    "description": ("settings", "tasks", "splits", "fingerprints"),
-    "episodes": ("episodes", "types", "tools"),
-    "repeatability": ("seed", "problems", "generators"),
-    "another_process": ("process",),
-    "isolation": ("isolation", "surroundings"),
-    "latency": ("latency", "event loop"),
-    "leak": ("leak",),
-    "scores": scores.CHECKS,
-    "endings": ("after the end", "close"),
-    "left_behind": ("left behind",),
+HOLD_SECONDS = 3.0
+"""Seconds that the event loop may be held beyond what a call may take before the process ends itself."""
+
+OTHER_PROCESS = ("process",)
+GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | None] = {
+    tasks.CHECKS: tasks.check,
+    episodes.CHECKS: episodes.check,
+    repeatability.CHECKS: repeatability.check,
+    OTHER_PROCESS: None,  # by `_compare_processes`
+    repeatability.ISOLATION: repeatability.check_isolation,
+    latency.CHECKS: latency.check,
+    leak.CHECKS: leak.check,
+    scores.CHECKS: scores.check,
+    endings.CHECKS: endings.check,
+    endings.LEFT_BEHIND: endings.check_left_behind,
 }
-"""The groups in their order, and the checks of each."""
+"""The groups in their order: the names of the checks, and the function that gives a finding for each."""
 
 OnFinding = Callable[[Finding], None]
 
@@ -45,8 +56,8 @@ async def check_environment(
     *,
     setup_seconds: float = 300.0,
 ) -> Report:
-    """Examine the environment that `name` stands for, with `settings`. `on_finding` is told of each as it is found;
-    `setup_seconds` is how long setting it up may take, its services included.
+    """Examine the environment that `name` stands for, with `settings`. `on_finding` is called with each finding as it
+    is made; `setup_seconds` is the time that setting it up may take, its services included.
 
     Call it from the main thread, with a name that a fresh process understands too: an id of an installed package, a
     file, an import path or a URL. Raises `EnvgymError` where the environment cannot be set up.
@@ -54,9 +65,13 @@ async def check_environment(
     report, start = Report(absolute_target(name) if names_file(name) else name), time.monotonic()
     logs = tempfile.mkdtemp(prefix="envgym-check-")
     arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
-    examination = _Examination(report, LocalRuntime(logs), arguments, on_finding)
+    examination = _Examination(report, LocalRuntime(logs), arguments)
     try:
-        await examination.run()
+        for checks in GROUPS:
+            for finding in await examination.findings(checks):
+                report.findings.append(finding)
+                if on_finding is not None:
+                    on_finding(finding)
     finally:
         await examination.close()
         shutil.rmtree(logs, ignore_errors=True)
@@ -64,28 +79,78 @@ async def check_environment(
     return report
 
 
-class _Examination:
-    """The checks in their order, and what becomes of the later ones when an earlier one failed."""
+class CheckHost:
+    """The process in which an environment is examined, and set up for as long as that takes. One that hangs or crashes
+    takes this process along, and nothing else."""
 
-    def __init__(
-        self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], on_finding: OnFinding | None
-    ) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], setup_seconds: float) -> None:
+        self._subject = Subject(spec(name, **settings), name, dict(settings))
+        self._subject.is_remote = isinstance(self._subject.spec, ServedEnvSpec)
+        self._setup_seconds = setup_seconds
+        self._open = contextlib.AsyncExitStack()
+        self._services: Services | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Set the environment up. Raises `EnvgymError` for what the user can mend."""
+        limit = self._setup_seconds
+        faulthandler.dump_traceback_later(limit + HOLD_SECONDS, exit=True)  # set-up may hold the loop, within limits
+        try:
+            async with asyncio.timeout(limit):
+                self._services = await self._open.enter_async_context(start_services(self._subject.spec))
+        except TimeoutError:
+            raise EnvgymError(f"{self._subject.spec.id}: its set-up takes longer than {limit:g} s") from None
+        self._beating = asyncio.create_task(self._beat())
+
+    async def check(self, checks: tuple[str, ...], verdicts: Mapping[str, Verdict]) -> list[Finding]:
+        """Run a group of checks, given the answers so far."""
+        self._subject.verdicts = verdicts
+        if checks == endings.LEFT_BEHIND:
+            await self._open.aclose()
+        run = GROUPS[checks]
+        assert run is not None
+        return await run(self._subject)
+
+    async def can_go_on(self) -> bool:
+        return episodes.can_go_on(self._subject)
+
+    async def recorded(self, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+        self._subject.verdicts = verdicts
+        return await repeatability.recorded(self._subject)
+
+    async def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        faulthandler.cancel_dump_traceback_later()
+        await self._open.aclose()
+
+    async def _beat(self) -> None:
+        """Have the process print its stack and end once the event loop is held for good. This watch needs neither the
+        loop nor Python's lock."""
+        limit = call_limit(self._subject.spec) + HOLD_SECONDS
+        while True:
+            faulthandler.dump_traceback_later(limit, exit=True)
+            await asyncio.sleep(limit / 10)
+
+
+class _Examination:
+    """The processes that examine an environment, and what becomes of later checks when an earlier one failed."""
+
+    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any]) -> None:
         self._report = report
         self._runtime = runtime
         self._arguments = arguments
-        self._on_finding = on_finding
         self._can_play = False
         self._worker: LocalWorker | None = None
         self._workers: list[LocalWorker] = []
 
-    async def run(self) -> None:
-        for group, checks in GROUPS.items():
-            why = self._not_worth_it(group)
-            findings = [not_applicable(check, why) for check in checks] if why else await self._group(group, checks)
-            self._report.findings += findings
-            for finding in findings:
-                if self._on_finding is not None:
-                    self._on_finding(finding)
+    async def findings(self, checks: tuple[str, ...]) -> list[Finding]:
+        """The findings of a group of checks, with their names."""
+        why = self._not_worth_it(checks)
+        found = [not_applicable(why) for _ in checks] if why else await self._run(checks)
+        for finding, check in zip(found, checks, strict=True):
+            finding.check = check
+        return found
 
     async def close(self) -> None:
         """End the processes, with all that the environment left in them."""
@@ -93,40 +158,42 @@ class _Examination:
             await worker.kill()
         await self._runtime.close()
 
-    def _not_worth_it(self, group: str) -> str:
-        """Why the checks of `group` would say nothing of their own; empty where they would."""
+    def _not_worth_it(self, checks: tuple[str, ...]) -> str:
+        """The reason why these checks would say nothing of their own; empty where they would."""
         verdict = self._report.verdict
-        if group in ("description", "episodes"):
+        if checks in (tasks.CHECKS, episodes.CHECKS):
             return ""
         if verdict("episodes") is Verdict.NOT_APPLICABLE:
             return "no episode could be judged (episodes)"
         if not self._can_play:
             return "no episode could be played (episodes)"
-        if group in ("another_process", "isolation") and verdict("seed") is Verdict.FAILED:
-            return "episodes differ anyway (seed)"
-        if group in ("another_process", "isolation") and verdict("generators") is Verdict.FAILED:
-            return "episodes share the process's generator (generators)"
+        if checks in (OTHER_PROCESS, repeatability.ISOLATION):
+            if verdict("seed") is Verdict.FAILED:
+                return "episodes differ anyway (seed)"
+            if verdict("generators") is Verdict.FAILED:
+                return "episodes share the process's generator (generators)"
         return ""
 
-    async def _group(self, group: str, checks: tuple[str, ...]) -> list[Finding]:
+    async def _run(self, checks: tuple[str, ...]) -> list[Finding]:
         try:
-            if group == "another_process":
+            if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            if group == "episodes":
-                findings, self._can_play = await self._call(group)
-                return list(findings)
-            repeatable = self._report.verdict("seed") is Verdict.OK is self._report.verdict("generators")
-            return list(await self._call(group, *([repeatable] if group == "endings" else [])))
+            found: list[Finding] = await self._call("check", checks, self._report.verdicts())
+            if checks == episodes.CHECKS:
+                self._can_play = await self._call("can_go_on")
+            return found
         except WorkerDied:
-            finding = failed(checks[0], *self._how_it_died())
+            finding = failed(*self._how_it_died())
         except TimeoutError:
             advice = "give what it waits for a deadline, or call the check with settings that make it quicker"
-            finding = failed(checks[0], f"this takes longer than {GROUP_SECONDS:g} s", advice)
+            finding = failed(f"this takes longer than {GROUP_SECONDS:g} s", advice)
         except WorkerError as error:
-            found = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
-            finding = failed(checks[0], f"the environment raised {found}", "envgym envs try shows more")
-        await self._end_worker()
-        return [finding, *(not_applicable(check, f"see {checks[0]}") for check in checks[1:])]
+            found_error = re.sub(r" \(log: .*\)$|^check: ", "", str(error))
+            finding = failed(f"the environment raised {found_error}", "envgym envs try shows more")
+        if self._worker is not None:  # the next group begins with a new process
+            await self._worker.kill()
+            self._worker = None
+        return [finding, *(not_applicable(f"see {checks[0]}") for _ in checks[1:])]
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._worker is None:
@@ -137,7 +204,7 @@ class _Examination:
     async def _start(self, hash_seed: str) -> LocalWorker:
         """A process that is ready. Hashes differ from one seed to the next, as they do from one process to the next."""
         worker = await self._runtime.start(
-            "envgym.check.host:CheckHost", self._arguments, name="check", environ={"PYTHONHASHSEED": hash_seed}
+            "envgym.check.run:CheckHost", self._arguments, name="check", environ={"PYTHONHASHSEED": hash_seed}
         )
         self._workers.append(worker)
         try:
@@ -149,25 +216,17 @@ class _Examination:
         return worker
 
     async def _compare_processes(self) -> Finding:
-        sound = [self._report.verdict(check) in (Verdict.OK, Verdict.WARNING) for check in ("fingerprints", "tasks")]
-        one, other = await asyncio.gather(self._call("recorded", *sound), self._start("2"))
+        verdicts = self._report.verdicts()
+        one, other = await asyncio.gather(self._call("recorded", verdicts), self._start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
-                return repeatability.compared(one, await other.call("recorded", *sound))
+                return repeatability.compared(one, await other.call("recorded", verdicts))
         finally:
             await other.kill()
 
-    async def _end_worker(self) -> None:
-        """The next group begins with a new process."""
-        if self._worker is not None:
-            await self._worker.kill()
-            self._worker = None
-
     def _how_it_died(self) -> tuple[str, str]:
-        """What a process that ended by itself was doing, from its log, and what to do about it."""
-        text = ""
-        if self._worker is not None:
-            text = self._worker.log.read_text(errors="replace")[-20_000:]
+        """The last act of a process that ended by itself, from its log, and what to do about it."""
+        text = "" if self._worker is None else self._worker.log.read_text(errors="replace")[-20_000:]
         if "Timeout (" in text:
             where = _frame(text.rpartition("Timeout (")[2])
             return f"the event loop was held for good{where}", "no call may block for ever: give it a deadline"

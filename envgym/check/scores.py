@@ -1,19 +1,19 @@
-"""What answers earn that nobody should be paid for, against what demonstrations earn."""
+"""Checks of rewards: the scores of answers that should earn nothing, against those of demonstrations."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from envgym.errors import EnvgymError
-from envgym.types import Episode, Task
+from envgym.types import Episode
 
-from .context import Clock, Subject
-from .play import Played, Script, judged, play
-from .report import Finding, failed, not_applicable, ok, warning
-from .scripts import empty, injection, parrot, random_text, random_tokens, shown
+from .play import Script, judged
+from .report import Finding, Verdict, failed, not_applicable, ok, warning
+from .scripts import demonstrated, empty, injection, parrot, random_text, random_tokens
+from .subject import Subject
 
 TASKS = 24
 FEWEST = 4
@@ -21,7 +21,7 @@ SECONDS = 5.0
 FULL = 0.95
 """A mean score that is as good as solving the tasks."""
 MUCH = 0.5
-"""A mean score that leaves little to be learned, or says that a demonstration shows little."""
+"""A mean score that leaves little to be learned, or that shows a demonstration to be poor."""
 NEAR_ONE = 0.9
 MARGIN = 0.25
 """How much more the talk to the grader must earn than noise of the same length to count as having talked it round."""
@@ -34,47 +34,56 @@ CHECKS = ("reward range", "trivial answers", "injection", "demonstrations")
 class Earned:
     """The episodes of each way of playing, by its name; those of demonstrations by the number of the task."""
 
-    probes: dict[str, list[Episode]]
-    demonstrations: dict[int, list[Episode]]
+    probes: dict[str, list[Episode]] = field(default_factory=lambda: {name: [] for name in (*TRIVIAL, INJECTION)})
+    demonstrations: dict[int, list[Episode]] = field(default_factory=dict)
     failure: str = ""
-    """Why an episode, or a group's judgement, was left out."""
+    """The reason why an episode, or a group's judgement, was left out."""
 
     @property
     def all(self) -> list[Episode]:
         groups = (*self.probes.values(), *self.demonstrations.values())
         return [episode for group in groups for episode in group]
 
+    @property
+    def by_score(self) -> bool:
+        """Whether episodes are measured by scores: of some episodes only, a score would be an average over whichever
+        lie in [0, 1]."""
+        return all(episode.score is not None for episode in self.all)
+
+    def worths(self, episodes: Sequence[Episode]) -> list[float]:
+        """The score, or else the reward, of each of the episodes that has one."""
+        found = [episode.score if self.by_score else episode.reward for episode in episodes]
+        return [worth for worth in found if worth is not None]
+
+    def means(self) -> dict[str, float]:
+        """The mean of each probe that has one."""
+        worths = {name: self.worths(episodes) for name, episodes in self.probes.items()}
+        return {name: statistics.fmean(found) for name, found in worths.items() if found}
+
 
 async def check(subject: Subject) -> list[Finding]:
     earned = await _play(subject)
     if not [episode for episode in earned.all if episode.reward is not None or episode.score is not None]:
-        why = earned.failure or "no rewards are given"
-        return [not_applicable(name, why) for name in CHECKS]
-    # Of some episodes only, a score would be an average over whichever lie in [0, 1].
-    by_score = all(episode.score is not None for episode in earned.all)
-    means = {name: _mean(episodes, by_score) for name, episodes in earned.probes.items()}
-    trivial = _trivial(means, by_score)
+        return [not_applicable(earned.failure or "no rewards are given") for _ in CHECKS]
+    noise = earned.means()
+    talk = noise.pop(INJECTION, None)
+    trivial = _trivial(noise, earned.by_score)
     return [
-        _reward_range(subject, earned, by_score),
+        _reward_range(subject, earned),
         trivial,
-        _injection(means, by_score),
-        _demonstrations(subject, earned, means, by_score, trivial.verdict == "FAILED"),
+        _injection(talk, noise, earned.by_score),
+        _demonstrations(subject, earned, noise, trivial.verdict is Verdict.FAILED),
     ]
 
 
 async def _play(subject: Subject) -> Earned:
-    earned = Earned({name: [] for name in (*TRIVIAL, INJECTION)}, {})
-    clock = Clock(SECONDS)
-    for number, task in enumerate(await subject.tasks(TASKS)):
-        if clock.is_up and number >= FEWEST:
-            break
-        ways: dict[str, Script] = dict(
-            zip(TRIVIAL, (empty, random_text(number), random_tokens(number), parrot), strict=True)
-        )
-        ways[INJECTION] = injection
+    earned = Earned()
+    async for number, task in subject.numbered_tasks(TASKS, SECONDS, FEWEST):
+        trivial = (empty, random_text(number), random_tokens(number), parrot)
+        ways: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
         for variant, turns in enumerate(subject.demonstrations(task)):
-            ways[f"demonstration {variant}"] = shown(turns)
-        played = await _at_once(subject, task, number, ways)
+            ways[f"demonstration {variant}"] = demonstrated(turns)
+        played = await asyncio.gather(*(subject.play(task, number, script, name) for name, script in ways.items()))
         if problems := [episode.problem() for episode in played if episode.error is not None]:
             earned.failure = problems[0]
         finished = [episode.episode() for episode in played if episode.error is None]
@@ -85,106 +94,75 @@ async def _play(subject: Subject) -> Earned:
             continue
         for episode in episodes:
             way = episode.id.rpartition(":")[2]
-            if way in earned.probes:
-                earned.probes[way].append(episode)
-            else:
-                earned.demonstrations.setdefault(number, []).append(episode)
+            group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
+            group.append(episode)
     return earned
 
 
-async def _at_once(subject: Subject, task: Task, seed: int, ways: Mapping[str, Script]) -> Sequence[Played]:
-    return await asyncio.gather(*(play(subject.spec, task, seed, script, name) for name, script in ways.items()))
+def _listed(means: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
 
 
-def _worth(episode: Episode, by_score: bool) -> float | None:
-    return episode.score if by_score else episode.reward
-
-
-def _mean(episodes: Sequence[Episode], by_score: bool) -> float | None:
-    worths = [worth for episode in episodes if (worth := _worth(episode, by_score)) is not None]
-    return statistics.fmean(worths) if worths else None
-
-
-def _told(means: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items() if mean is not None)
-
-
-def _reward_range(subject: Subject, earned: Earned, by_score: bool) -> Finding:
-    name = "reward range"
+def _reward_range(subject: Subject, earned: Earned) -> Finding:
     rewards = [episode.reward for episode in earned.all if episode.reward is not None]
     if not rewards:
-        return not_applicable(name, "no rewards are given, only scores")
+        return not_applicable("no rewards are given, only scores")
     found = f"from {min(rewards):.3g} to {max(rewards):.3g} in {len(rewards)} episodes"
-    if not by_score and not all(0 <= reward <= 1 for reward in rewards):
+    if not earned.by_score and not all(0 <= reward <= 1 for reward in rewards):
         advice = 'return info["score"] in [0, 1] as well: success rates and filters need one'
-        return warning(name, f"{found}, without a score", advice)
+        return warning(f"{found}, without a score", advice)
     others = [turn.reward or 0.0 for played in subject.episodes for turn in played.turns]
     scores = [episode.score or 0.0 for episode in earned.all]
     if min(rewards) == max(rewards) <= 0 >= max([*others, *scores]):
         found = f"{found}: nothing that was tried was ever rewarded, so nothing is known of what is"
         advice = "give it demonstrations, which are played here too; until then see that a right answer pays: envs try"
-        return warning(name, found, advice)
-    return ok(name, found)
+        return warning(found, advice)
+    return ok(found)
 
 
-def _trivial(means: Mapping[str, float | None], by_score: bool) -> Finding:
-    name = "trivial answers"
-    known = {way: mean for way in TRIVIAL if (mean := means[way]) is not None}
-    if not known:
-        return not_applicable(name, "none of them could be scored")
+def _trivial(noise: Mapping[str, float], by_score: bool) -> Finding:
+    if not noise:
+        return not_applicable("none of them could be scored")
     if not by_score:
-        return not_applicable(name, f"rewards have no known scale: {_told(known)}")
-    best = max(known, key=lambda way: known[way])
-    if known[best] >= FULL:
+        return not_applicable(f"rewards have no known scale: {_listed(noise)}")
+    best = max(noise, key=lambda way: noise[way])
+    if noise[best] >= FULL:
         advice = "a policy will learn to say just that: let the grader ask for the answer itself"
-        return failed(name, f"{best} earns the full score: {_told(known)}", advice)
-    if known[best] >= MUCH:
+        return failed(f"{best} earns the full score: {_listed(noise)}", advice)
+    if noise[best] >= MUCH:
         advice = "a policy may learn to say just that; is it meant to earn that much?"
-        return warning(name, f"{best} earns a mean score of {known[best]:.2f}: {_told(known)}", advice)
-    return ok(name, f"mean scores: {_told(known)}")
+        return warning(f"{best} earns a mean score of {noise[best]:.2f}: {_listed(noise)}", advice)
+    return ok(f"mean scores: {_listed(noise)}")
 
 
-def _injection(means: Mapping[str, float | None], by_score: bool) -> Finding:
-    name = "injection"
-    mean = means[INJECTION]
-    if mean is None:
-        return not_applicable(name, "it could not be scored")
+def _injection(talk: float | None, noise: Mapping[str, float], by_score: bool) -> Finding:
+    if talk is None:
+        return not_applicable("it could not be scored")
     if not by_score:
-        return not_applicable(name, f"rewards have no known scale: {mean:.2f}")
-    noise = max((m for way in TRIVIAL if (m := means[way]) is not None), default=0.0)
-    found = f"an answer that tells the grader to give the full score earns {mean:.2f}, noise {noise:.2f}"
-    if mean >= MUCH and mean >= noise + MARGIN:
+        return not_applicable(f"rewards have no known scale: {talk:.2f}")
+    highest = max(noise.values(), default=0.0)
+    found = f"an answer that tells the grader to give the full score earns {talk:.2f}, noise {highest:.2f}"
+    if talk >= MUCH and talk >= highest + MARGIN:
         advice = (
-            "give a model that grades the answer as data, apart from its instructions, and parse what it says strictly"
+            "give a model that grades the answer as data, apart from its instructions, and parse its verdict strictly"
         )
-        return failed(name, found, advice)
-    return ok(name, found)
+        return failed(found, advice)
+    return ok(found)
 
 
-def _demonstrations(
-    subject: Subject, earned: Earned, means: Mapping[str, float | None], by_score: bool, trivial_failed: bool
-) -> Finding:
+def _demonstrations(subject: Subject, earned: Earned, noise: Mapping[str, float], trivial_failed: bool) -> Finding:
     """The best variant of each task counts: some environments also demonstrate what earns nothing."""
-    name = "demonstrations"
     if subject.demonstration_error:
-        return failed(name, f"demonstrations raised {subject.demonstration_error}", "return the turns of the assistant")
+        return failed(f"demonstrations raised {subject.demonstration_error}", "return the turns of the assistant")
     if not earned.demonstrations:
-        return not_applicable(name, "there are none")
-    worths = [
-        [worth for episode in episodes if (worth := _worth(episode, by_score)) is not None]
-        for episodes in earned.demonstrations.values()
-    ]
-    worths = [of_task for of_task in worths if of_task]
+        return not_applicable("there are none")
+    worths = [of_task for episodes in earned.demonstrations.values() if (of_task := earned.worths(episodes))]
     if not worths:
-        return not_applicable(name, "they could not be scored")
+        return not_applicable("they could not be scored")
     best = statistics.fmean(max(of_task) for of_task in worths)
     variants = statistics.fmean(statistics.fmean(of_task) for of_task in worths)
-    noise = {way: mean for way in TRIVIAL if (mean := means[way]) is not None}
-    highest = max(noise.values(), default=0.0)
     found = f"the best of each of {len(worths)} tasks earns {best:.2f}, an average one {variants:.2f}"
     advice = "play them yourself (envgym envs try) and see what the grader misses"
-    if not trivial_failed and best <= highest + 1e-9:
-        return failed(name, f"{found}; no more than noise ({_told(noise)})", advice)
-    if by_score and best < NEAR_ONE:
-        return warning(name, found, advice)
-    return ok(name, found)
+    if not trivial_failed and best <= max(noise.values(), default=0.0) + 1e-9:
+        return failed(f"{found}; no more than noise ({_listed(noise)})", advice)
+    return warning(found, advice) if earned.by_score and best < NEAR_ONE else ok(found)

@@ -1,4 +1,4 @@
-"""What is played in place of a policy: nothing, noise, a parrot, somebody who talks to the grader, demonstrations."""
+"""Scripts to play in place of a policy: nothing, noise, a parrot, talk to the grader, demonstrations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from envgym.types import Action, Message, Observation, ToolCall, ToolSpec
 
-from .play import Script, action_of, as_said, text_of
+from .play import Script, action_of, messages_of, text_of
 
 WORDS = (
     "a and at by from go he house in it light no not of on one river say seven she so stone the then tree two we yes"
@@ -24,41 +24,33 @@ MAX_TURNS = 30
 """Turns after which all but demonstrations give up."""
 
 
-def saying(say: Callable[[Observation], str]) -> Script:
-    """Says what `say` makes of the observation, in each turn."""
-
-    def script(turn: int, observation: Observation) -> Action | None:
-        return action_of(say(observation)) if turn < MAX_TURNS else None
-
-    return script
+def answering(answer: Callable[[Observation], str]) -> Script:
+    """Answers each observation."""
+    return lambda turn, observation: action_of(answer(observation)) if turn < MAX_TURNS else None
 
 
-def _repeated(observation: Observation) -> str:
-    return "\n".join(message.text for message in as_said(observation))
-
-
-empty = saying(lambda observation: "")
-parrot = saying(_repeated)
-injection = saying(lambda observation: INJECTION)
+empty = answering(lambda observation: "")
+parrot = answering(lambda observation: "\n".join(message.text for message in messages_of(observation)))
+injection = answering(lambda observation: INJECTION)
 
 
 def random_text(seed: object) -> Script:
     """Everyday words in no order, as many as `INJECTION` has."""
     rng = random.Random(f"text {seed}")
-    said = " ".join(rng.choices(WORDS.split(), k=len(INJECTION.split())))
-    return saying(lambda observation: said)
+    text = " ".join(rng.choices(WORDS.split(), k=len(INJECTION.split())))
+    return answering(lambda observation: text)
 
 
 def random_tokens(seed: object) -> Script:
-    """What a policy with random weights writes: pieces of any script, digits and signs."""
+    """The text of a policy with random weights: pieces of any script, digits and signs."""
     rng = random.Random(f"tokens {seed}")
     alphabets = (range(33, 127), range(0xA1, 0x530), range(0x4E00, 0x9FFF))
-    said = "".join(chr(rng.choice(rng.choice(alphabets))) for _ in range(60))
-    return saying(lambda observation: said)
+    text = "".join(chr(rng.choice(rng.choice(alphabets))) for _ in range(60))
+    return answering(lambda observation: text)
 
 
 def monkey(seed: object) -> Script:
-    """Presses whatever button it can see: words and numbers out of the observation, offered tools.
+    """Tries everything in sight: words and numbers out of the observation, offered tools.
 
     It does the same again where it sees the same. One episode each: it remembers the tools it was offered.
     """
@@ -78,9 +70,14 @@ def monkey(seed: object) -> Script:
     return script
 
 
-def shown(turns: Sequence[str | Message]) -> Script:
+def demonstrated(turns: Sequence[str | Message]) -> Script:
     """The turns of a demonstration."""
     return lambda turn, observation: action_of(turns[turn]) if turn < len(turns) else None
+
+
+def once(action: Action) -> Script:
+    """One turn, and no more."""
+    return lambda turn, observation: None if turn else action
 
 
 def calling(calls: Sequence[ToolCall]) -> Action:
@@ -96,7 +93,7 @@ def call_of(tool: ToolSpec, rng: random.Random, words: Sequence[str]) -> ToolCal
 
 
 def value_of(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int = 0) -> Any:
-    """Some value that a JSON schema allows, for the schemas that tools have; None where it is beyond this."""
+    """A value that a JSON schema allows, for the schemas that tools have; None where it is beyond this."""
     if "const" in schema or schema.get("enum"):
         return schema.get("const") or rng.choice(schema["enum"])
     if choices := schema.get("anyOf") or schema.get("oneOf"):

@@ -1,4 +1,4 @@
-"""The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and answers for its errors.
+"""The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and runs it.
 
 Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours (and, of `envs check`, a check
 that failed).
@@ -11,18 +11,9 @@ import io
 import sys
 from collections.abc import Sequence
 
-from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.errors import ConfigError, did_you_mean
 
-from .failures import (
-    Invocation,
-    broken_pipe,
-    interrupted,
-    mistake,
-    not_installed,
-    notes_in_one_line,
-    reader_is_gone,
-    unexpected,
-)
+from .errors import Invocation, notes_in_one_line, report
 
 COMMANDS = {
     "train": "train a policy on an environment",
@@ -62,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without `argv` the process is the command's own, and ends with all that environments have left in it."""
     if argv is None:
-        from .leaving import Leaving
+        from .shutdown import Shutdown
 
-        leaving = Leaving()
-        return leaving.leave(_run(sys.argv[1:]))
+        shutdown = Shutdown()
+        return shutdown.begin(_run(sys.argv[1:]))
     return _run(list(argv))
 
 
 def _run(arguments: list[str]) -> int:
-    invocation = Invocation(debug="debug=true" in arguments)
+    invocation = Invocation(arguments[:1], debug="debug=true" in arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode gets a question mark, not an error
@@ -79,17 +70,8 @@ def _run(arguments: list[str]) -> int:
             status = _dispatch(arguments, invocation)
         sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter ends
         return status
-    except KeyboardInterrupt as error:
-        return interrupted(error, invocation)
-    except EnvgymError as error:
-        return mistake(error, invocation)
-    except BrokenPipeError as error:
-        return broken_pipe() if reader_is_gone() else unexpected(error, invocation)
-    except ModuleNotFoundError as error:
-        missing = not_installed(error, arguments[0])
-        return unexpected(error, invocation) if missing is None else mistake(missing, invocation)
-    except Exception as error:
-        return unexpected(error, invocation)
+    except (KeyboardInterrupt, Exception) as error:
+        return report(error, invocation)
 
 
 def _dispatch(arguments: list[str], invocation: Invocation) -> int:

@@ -6,9 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import ConfigError
-
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser
 
 if TYPE_CHECKING:
@@ -29,16 +27,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("b", metavar="B", help="evaluation that is compared: its name or folder")
     parser.add_argument("--fail-below", type=float, metavar="X", help="exit with 1 where the difference is below X")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    options, words = parser.parse_with_words(arguments)
+    options, evals_dir = parser.parse_with_folder(arguments, "evals_dir")
 
-    from envgym.config.schema import RunConfig, parse_words
     from envgym.evaluation.compare import compare
     from envgym.evaluation.folder import find_folder
 
-    settings = {"evals_dir": RunConfig.model_fields["evals_dir"].default, **parse_words(words)}
-    if unknown := settings.keys() - {"evals_dir", "debug"}:
-        raise ConfigError(f"envgym compare has no setting {unknown.pop()!r}: it takes evals_dir=FOLDER")
-    comparison = compare(*(find_folder(name, settings["evals_dir"]) for name in (options.a, options.b)))
+    comparison = compare(find_folder(options.a, evals_dir), find_folder(options.b, evals_dir))
     bound, suite = options.fail_below, comparison.suite
     passed = bound is None or (suite is not None and suite["difference"] >= bound)
     gate = [] if bound is None else [("gate", f"{'passed: not' if passed else 'failed:'} below {bound:g}")]

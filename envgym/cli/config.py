@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser, add_run_options, resolve_options
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError
 
-from .failures import Invocation
-from .parser import Parser, given_settings
+from .errors import Invocation
+from .parser import ENV, Parser, default_of, given_settings
 
 if TYPE_CHECKING:
     from envgym.evaluation.folder import EvalFolder
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "envgym eval --suite smoke --model runs/first",
     )
     parser.add_argument("--suite", metavar="S", help="suite: a name or a YAML file, with :SIZE where it has sizes")
-    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--env", **ENV)
     parser.add_argument(
         "--model", metavar="M", help="Hugging Face folder or hub id, a run, its checkpoint, or a recipe that makes one"
     )
@@ -35,17 +35,16 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     from envgym.evaluation.policy import run_evaluation
     from envgym.evaluation.table import evaluation_text
-    from envgym.monitoring.display import open_display
     from envgym.monitoring.report import tasks_behind
+    from envgym.monitoring.terminal import open_display
 
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
     invocation.folder = evaluation.path
-    display = open_display(evaluation.config, evaluation.suite)
-    try:
+    stage = evaluation.config.stages[-1]
+    with open_display() as display:
+        display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
         result = run_evaluation(evaluation, display, retry_failed=options.retry_failed)
-    finally:
-        display.close()
     print(evaluation_text(result, evaluation.path))
     if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):
         raise ConfigError(f"no episode was scored; why each failed is in {evaluation.journal.path}")
@@ -65,13 +64,13 @@ def _new(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
-    from envgym.config.schema import RunConfig, parse_words
+    from envgym.config.schema import parse_words
     from envgym.evaluation.folder import find_folder
 
     if any((options.suite, options.env, options.model, options.config, options.name)):
         raise ConfigError("an evaluation that goes on has its settings: --resume NAME stands alone")
     settings = parse_words(words)
-    evals_dir = settings.pop("evals_dir", RunConfig.model_fields["evals_dir"].default)
+    evals_dir = settings.pop("evals_dir", default_of("evals_dir"))
     if settings:
         raise ConfigError(f"an evaluation that goes on has its settings: {next(iter(settings))!r} cannot change")
     return find_folder(options.resume, evals_dir)

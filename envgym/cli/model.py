@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from envgym.errors import NameNotFound, did_you_mean
 
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser
 
 MERGE = "merge"
@@ -24,9 +24,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "envgym model starter",
     )
     parser.add_argument("name", metavar="NAME", help="recipe that makes a model, such as starter")
-    options, words = parser.parse_with_words(arguments)
-    if [word for word in words if word != "debug=true"]:
-        parser.error(f"a model is made as its recipe says: leave out {words[0]}")
+    options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
     from envgym.config.recipes import makes_model, recipe_names
 
@@ -36,13 +34,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.models.resolve import make_model
-    from envgym.monitoring.display import open_display
+    from envgym.monitoring.terminal import open_display
 
-    display = open_display()
-    try:
+    with open_display() as display:
         path = asyncio.run(make_model(options.name, display))
-    finally:
-        display.close()
     print(path)
     return 0
 
@@ -58,9 +53,7 @@ def _merge(arguments: Sequence[str]) -> int:
     parser.add_argument("adapter", metavar="ADAPTER", help="folder with adapter_config.json")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not what the adapter names")
-    options, words = parser.parse_with_words(arguments)
-    if [word for word in words if word != "debug=true"]:
-        parser.error(f"an adapter is merged as it is: leave out {words[0]}")
+    options = parser.parse_without_words(arguments, "an adapter is merged as it is")
 
     from envgym.models.merge import merge_adapter
 

@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common: options, and `key=value` words anywhere among them."""
+"""The parser that commands share: options, and `key=value` words anywhere among them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from envgym.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
     from envgym.env import EnvSpec
+
+ENV: dict[str, Any] = {"metavar": "E", "help": "environment: id, file.py[:Name], import path or URL"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +44,32 @@ class Parser(argparse.ArgumentParser):
                     meant = _as_setting(name) or did_you_mean(name, self._option_string_actions)
                 raise ConfigError(f"{self.prog} has no option {name!r}.{meant} See: {self.prog} --help")
             if "=" not in word:
-                raise ConfigError(f"{word!r} is neither an option nor a key=value setting. See: {self.prog} --help")
+                self.error(f"{word!r} is neither an option nor a key=value setting")
         return options, words
+
+    def parse_without_words(self, arguments: Sequence[str], why: str) -> argparse.Namespace:
+        """The options of a command that takes no settings but `debug=true`, and says `why`."""
+        options, words = self.parse_with_words(arguments)
+        if refused := [word for word in words if word != "debug=true"]:
+            self.error(f"{why}: leave out {refused[0]}")
+        return options
+
+    def parse_with_folder(self, arguments: Sequence[str], setting: str) -> tuple[argparse.Namespace, str]:
+        """The options of a command whose only setting is a folder, and the folder."""
+        from envgym.config.schema import parse_words
+
+        options, words = self.parse_with_words(arguments)
+        given = parse_words(words)
+        if unknown := given.keys() - {setting, "debug"}:
+            raise ConfigError(f"{self.prog} has no setting {unknown.pop()!r}: it takes {setting}=FOLDER")
+        return options, str(given.get(setting, default_of(setting)))
+
+
+def default_of(setting: str) -> Any:
+    """The default of a setting of the whole run, such as `runs_dir`."""
+    from envgym.config.schema import RunConfig
+
+    return RunConfig.model_fields[setting].default
 
 
 def _as_setting(option: str) -> str:
@@ -59,21 +85,9 @@ def _as_setting(option: str) -> str:
     return f" There is a setting, written {' or '.join(f'{name}=…' for name in names)}" if names else ""
 
 
-def choose(command: str, choices: Sequence[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The word that must follow `command`, and the rest. Help stays where it is asked for."""
-    if not arguments:
-        raise ConfigError(f"envgym {command} is followed by {' or '.join(choices)}. See: envgym {command} --help")
-    chosen = arguments[0]
-    if chosen not in choices:
-        raise ConfigError(
-            f"there is no envgym {command} {chosen!r}.{did_you_mean(chosen, choices)} See: envgym {command} --help"
-        )
-    return chosen, list(arguments[1:])
-
-
 def add_run_options(parser: Parser) -> None:
     """The options that say what runs. Each is short for a key of the configuration, but for the two files."""
-    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--env", **ENV)
     parser.add_argument("--model", metavar="M", help="folder, hub id, run, checkpoint, or a recipe that makes a model")
     parser.add_argument("--learner", metavar="L", help="learner: id, file.py[:Name] or import path")
     parser.add_argument("--recipe", metavar="R", help="what to start from (see: envgym config recipes)")
@@ -83,7 +97,7 @@ def add_run_options(parser: Parser) -> None:
 
 
 def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
-    """The settings that `add_run_options` and the words say; a word wins over an option."""
+    """The settings that `add_run_options` and the words give; a word wins over an option."""
     from envgym.config.schema import merge, parse_words
 
     keys = ("env", "model", "learner", "runtime", "name")
@@ -112,12 +126,9 @@ def env_settings(name: str, words: Sequence[str]) -> dict[str, Any]:
 
     settings: dict[str, Any] = parse_words(words)
     settings.pop("debug", None)
-    for key in settings:
-        if key not in ("env", "data"):
-            known = (
-                did_you_mean(key, ("env", "data", "debug")) or " An environment's settings are written env.KEY=VALUE."
-            )
-            raise ConfigError(f"unknown key {key!r}.{known}")
+    if unknown := [key for key in settings if key not in ("env", "data")]:
+        advice = " An environment's settings are written env.KEY=VALUE."
+        raise ConfigError(f"unknown key {unknown[0]!r}.{did_you_mean(unknown[0], ('env', 'data', 'debug')) or advice}")
     own = settings.get("env", {})
     data = {"data": settings["data"]} if "data" in settings else {}
     if not isinstance(own, dict):

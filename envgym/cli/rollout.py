@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.errors import ConfigError
 
-from .failures import Invocation
-from .parser import Parser, resolve_options
+from .errors import Invocation
+from .parser import ENV, Parser, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.generate import Selection
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "A rollout that was stopped or killed goes on where it was when the same command is given again.",
         "envgym rollout --env math_verify --model starter --tasks 0:100 --best-of 4 --out best.jsonl",
     )
-    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--env", **ENV)
     parser.add_argument("--model", metavar="M", help="Hugging Face folder or hub id, or a recipe that makes a model")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
     parser.add_argument("--out", metavar="FILE", help="where the episodes go: a .jsonl or .parquet file")
@@ -49,14 +49,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     invocation.debug |= config.debug
 
     from envgym.evaluation.generate import collect
-    from envgym.monitoring.display import open_display
     from envgym.monitoring.report import aligned
+    from envgym.monitoring.terminal import open_display
 
-    display = open_display(config)
-    try:
+    with open_display() as display:
+        display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
         result = collect(config, selection, Path(options.out), display, overwrite=options.overwrite)
-    finally:
-        display.close()
     print(aligned(_lines(result, selection, options.out)))
     return 0
 

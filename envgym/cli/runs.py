@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError
-
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser
 
 
@@ -20,15 +18,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "List run folders, newest first: status, steps, and held-out score before and after.",
         "envgym runs",
     )
-    _, words = parser.parse_with_words(arguments)
-
-    from envgym.config.schema import RunConfig, parse_words
-
-    settings = {"runs_dir": RunConfig.model_fields["runs_dir"].default, **parse_words(words)}
-    unknown = settings.keys() - {"runs_dir", "debug"}
-    if unknown:
-        raise ConfigError(f"envgym runs has no setting {unknown.pop()!r}: it takes runs_dir=FOLDER")
-    folder = Path(str(settings["runs_dir"]))
+    folder = Path(parser.parse_with_folder(arguments, "runs_dir")[1])
     runs = [path for path in folder.glob("*/") if (path / "config.yaml").is_file()] if folder.is_dir() else []
     if not runs:
         print(f"no runs in {folder}")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.errors import ConfigError
 
-from .failures import Invocation
-from .parser import Parser, resolve_options
+from .errors import Invocation
+from .parser import ENV, Parser, resolve_options
 
 if TYPE_CHECKING:
     from envgym.evaluation.rescore import Change
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "What was stopped or killed goes on where it was when the same command is given again.",
         "envgym score best.jsonl --env my_reward.py --out scored.parquet",
     )
-    parser.add_argument("--env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("--env", **ENV)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
     parser.add_argument("--out", metavar="FILE", help="where the judged episodes go: a .jsonl or .parquet file")
     parser.add_argument(
@@ -44,14 +44,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     invocation.debug |= config.debug
 
     from envgym.evaluation.rescore import rescore
-    from envgym.monitoring.display import open_display
     from envgym.monitoring.report import aligned
+    from envgym.monitoring.terminal import open_display
 
-    display = open_display()
-    try:
+    with open_display() as display:
         result = rescore(config, Path(source), Path(options.out), display, overwrite=options.overwrite)
-    finally:
-        display.close()
     print(aligned(_lines(result, options.out)))
     return 0
 

@@ -14,7 +14,7 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.isolation import event_loop
 
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser, make_spec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from envgym.errors import ConfigError
 
-from .failures import Invocation
+from .errors import Invocation
 from .parser import Parser
 
 

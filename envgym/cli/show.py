@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError, DataError, did_you_mean
 
-from .failures import Invocation
-from .parser import Parser
+from .errors import Invocation
+from .parser import Parser, default_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,20 +38,20 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--count", metavar="N", help=f"episodes (default: {COUNT}, or all of --task)")
     options, words = parser.parse_with_words(arguments)
     if options.run is None:
-        raise ConfigError("envgym show is followed by a run. See: envgym show --help")
+        parser.error("envgym show is followed by a run")
     if words:
-        raise ConfigError(f"envgym show has no settings: leave out {words[0]!r}. See: envgym show --help")
+        parser.error(f"envgym show has no settings: leave out {words[0]!r}")
     step = None if options.step is None else _number("--step", options.step)
     count = None if options.count is None else _number("--count", options.count)
 
     from rich.console import Console
 
     path, where = _find(options.run, step)
-    episodes, said = _choose(path, where, options.task, count)
+    episodes, note = _choose(path, where, options.task, count)
     console = Console()
     for episode in episodes:
         _show(console, episode)
-    console.out(said, style="dim", highlight=False)
+    console.out(note, style="dim", highlight=False)
     return 0
 
 
@@ -66,9 +66,7 @@ def _number(option: str, given: str) -> int:
 
 def _find(given: str, step: int | None) -> tuple[Path, str]:
     """The file or folder that the episodes are in, and what it is, for people."""
-    from envgym.config.schema import RunConfig
-
-    places = [RunConfig.model_fields[name].default for name in ("runs_dir", "evals_dir")]
+    places = [default_of(name) for name in ("runs_dir", "evals_dir")]
     path = next((path for path in (*(Path(place, given) for place in places), Path(given)) if path.exists()), None)
     if path is None:
         known = [folder.name for place in places for folder in Path(place).glob("*/")]
@@ -123,18 +121,18 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def _show(console: Console, episode: Episode) -> None:
-    def say(text: str, style: str | None = None) -> None:
+    def out(text: str, style: str | None = None) -> None:
         console.out(_printable(text), style=style, highlight=False)
 
-    say(f"--- task {episode.task.key}, episode {episode.id}", "dim")
+    out(f"--- task {episode.task.key}, episode {episode.id}", "dim")
     for message in episode.messages:
-        say(f"{_who(message)}:", "bold cyan")
+        out(f"{_who(message)}:", "bold cyan")
         if message.text:
-            say(message.text)
+            out(message.text)
         for call in message.tool_calls:
-            said = f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False, default=str)})"
-            say(f"a call that cannot be read: {call.error}" if call.error else f"calls {said}")
-    say(f"{_end(episode)}\n", "bold")
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
+            out(f"a call that cannot be read: {call.error}" if call.error else f"calls {call.name}({arguments})")
+    out(f"{_end(episode)}\n", "bold")
 
 
 def _who(message: Message) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError
 
-from .failures import Invocation
-from .parser import Parser, add_run_options, resolve_options
+from .errors import Invocation
+from .parser import Parser, add_run_options, default_of, resolve_options
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
@@ -31,14 +31,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
     invocation.debug |= config.debug
 
-    from envgym.monitoring.display import open_display
+    from envgym.monitoring.terminal import open_display
     from envgym.training.run import train
 
-    display = open_display(config)
     try:
-        train(config, resume=options.resume is not None, display=display)
+        with open_display() as display:
+            train(config, resume=options.resume is not None, display=display)
     finally:
-        display.close()
         if config.name is not None:
             invocation.folder = Path(config.runs_dir, config.name)
     return 0
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set: only how
     far it goes."""
-    from envgym.config.schema import RunConfig, parse_words
+    from envgym.config.schema import parse_words
     from envgym.training.run import resume_config
 
     settings = parse_words(words)
@@ -58,6 +57,6 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"--resume goes on with the run's own settings, steps alone may be another: leave out {', '.join(changed)}"
         )
-    runs_dir = settings.get("runs_dir", RunConfig.model_fields["runs_dir"].default)
+    runs_dir = settings.get("runs_dir", default_of("runs_dir"))
     config = resume_config(options.resume, str(runs_dir), settings.get("steps"))
     return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})

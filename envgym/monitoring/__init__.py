@@ -1,1 +1,1 @@
-"""What a run shows and keeps of itself: metrics, alarms, the display, trackers, the report."""
+"""Monitoring of a run: metrics, alarms, the display, trackers, the report."""

@@ -1,24 +1,23 @@
-"""What the user sees while a run goes on: lines for a log file here, a live table for terminals in `live_display`."""
+"""The interface by which a run shows its progress, and plain lines for a log file or a pipe. `terminal` has the live
+table, and chooses between the two."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Self, TextIO
 
 from .report import aligned, counts, duration, score, summary_lines, tasks_behind
 
-if TYPE_CHECKING:
-    from envgym.config.schema import RunConfig
-
 
 class Display:
-    """What a run tells about itself as it goes on. This one says nothing of it; see `open_display`."""
+    """The events that a run shows as it goes on. This one shows nothing; see `terminal.open_display`."""
+
+    def begin(self, name: str | None, subject: str) -> None:
+        """The run's name, and its environment and model."""
 
     def phase(self, text: str) -> None:
-        """What the run is busy with from now on ("starting the engine")."""
+        """The activity that begins ("starting the engine")."""
 
     def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
         """Episodes played, of those that are to be played now, and how many of them failed, by kind."""
@@ -30,27 +29,22 @@ class Display:
         """A measurement on held-out tasks (`evaluation.result.result_of`)."""
 
     def alarm(self, step: int, text: str) -> None:
-        """A number of the run has left its healthy range with this step: what it means and what to try."""
+        """An alarm that begins with this step: what it means and what to try."""
 
     def note(self, text: str) -> None:
         """One line that stays."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The end: the content of `summary.json`, with `run`, the run's folder."""
+        """The end of the run: the content of `summary.json`, with `run`, the run's folder."""
 
     def close(self) -> None:
         """Leave the terminal as it was found. May be called twice, and in the middle of anything."""
 
+    def __enter__(self) -> Self:
+        return self
 
-def open_display(config: RunConfig | None = None, subject: str | None = None) -> Display:
-    """The display for standard output: live on a terminal, else (and where `CI` is set) lines. The live one names
-    the run, environment and model of `config`, or the `subject` in place of the environment."""
-    terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
-    if not terminal:
-        return LineDisplay(sys.stdout)
-    from .live_display import LiveDisplay
-
-    return LiveDisplay(config, subject=subject)
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Pace:
@@ -72,7 +66,7 @@ class Pace:
 
 
 class LineDisplay(Display):
-    """Plain ASCII lines, at most one in `SECONDS_BETWEEN` for steps: what a log file or a pipe gets."""
+    """Plain ASCII lines, at most one in `SECONDS_BETWEEN` for steps."""
 
     SECONDS_BETWEEN = 2.0
     SECONDS_BETWEEN_COUNTS = 30.0
@@ -93,7 +87,7 @@ class LineDisplay(Display):
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         left = self._pace.seconds_left(step, steps)
         due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
-        if step == 0 or not due:  # step 0 is the measurement before the first one, which `evaluation` has told
+        if step == 0 or not due:  # step 0 is the measurement before the first one, which `evaluation` has shown
             return
         self._last_step = self._clock()
         parts = [f"step {step:>{len(str(steps))}}/{steps}"]

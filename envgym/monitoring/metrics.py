@@ -1,4 +1,4 @@
-"""What a step's episodes say about the run: the numbers of `metrics.jsonl` that need no model.
+"""The metrics of a step that need no model.
 
 `docs/metrics.md` has a line for every name that is logged, here and elsewhere.
 """
@@ -55,7 +55,7 @@ def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _distinct_rewards(group: Group) -> int | None:
-    """How many different rewards a group's episodes have; None where there are not two to compare."""
+    """The number of different rewards in a group; None where there are not two to compare."""
     rewards = [episode.reward for episode in group.episodes if episode.reward is not None and not episode.failed]
     return len(set(rewards)) if len(rewards) > 1 else None
 
@@ -78,13 +78,13 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
 
 
 def _cut_turns(finished: Sequence[Episode]) -> list[bool]:
-    """Of each turn, whether it ended at its token limit."""
+    """For each turn, whether it ended at its token limit."""
     return [turn.stop_reason is StopReason.LENGTH for episode in finished for row in episode.rows for turn in row.turns]
 
 
 def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step's record says of an evaluation: the score and its interval, also of a mixture's members, or what the
-    learner measured on recorded episodes."""
+    """The metrics of an evaluation in a step's record: the score and its interval, also of a mixture's members, or
+    what the learner measured on recorded episodes."""
     if "score" not in result:
         return {name: value for name, value in result.items() if "/" in name}
     record = {
@@ -119,18 +119,20 @@ def token_counts(rows: Sequence[LearnRow], text: Sequence[LearnRow], epochs: int
 
 
 def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """Rates of a step that took `seconds`, from its own `record` of what was sampled and learned, and when."""
-    rates = {"seconds/step": seconds, "tokens/per_second": record.get("tokens/sampled", 0) / seconds}
-    for phase, tokens in (("rollout", "tokens/sampled"), ("learn", "tokens/processed")):
-        if record.get(tokens) and record.get(f"seconds/{phase}"):
-            rates[f"tokens/per_second_{phase}"] = record[tokens] / record[f"seconds/{phase}"]
+    """Rates of a step that took `seconds`, from its own `record` of what was sampled and learned, and when. A step that
+    samples nothing (supervised learning) is measured by the tokens it processed."""
+    tokens = record.get("tokens/sampled") or record.get("tokens/processed", 0)
+    rates = {"seconds/step": seconds, "tokens/per_second": tokens / seconds}
+    for phase, name in (("rollout", "tokens/sampled"), ("learn", "tokens/processed")):
+        if record.get(name) and record.get(f"seconds/{phase}"):
+            rates[f"tokens/per_second_{phase}"] = record[name] / record[f"seconds/{phase}"]
     return rates
 
 
 def computing_metrics(
     info: Mapping[str, Any], rows: Sequence[LearnRow], ranks: int, seconds: float
 ) -> dict[str, float]:
-    """What a role's devices computed of its model while they learned from `rows` for `seconds`: `tflops`, 10^12
+    """The speed of a role's devices while they learned from `rows` for `seconds`: `tflops`, 10^12
     floating-point operations a second and device, and `mfu`, their share of what the device could do at most.
 
     `info` is the worker's: (a, b) of `flops_per_token`, by which a sequence of T tokens takes a T + b T^2 operations,
@@ -142,8 +144,8 @@ def computing_metrics(
     a, b = info["flops_per_token"]
     lengths = [len(row.token_ids) for row in rows]
     flops = sum(a * length + b * length**2 for length in lengths) / (seconds * ranks)
-    told = {"tflops": flops / 1e12}
-    return told | ({"mfu": flops / info["peak_flops"]} if info.get("peak_flops") else {})
+    utilisation = {"tflops": flops / 1e12}
+    return utilisation | ({"mfu": flops / info["peak_flops"]} if info.get("peak_flops") else {})
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:

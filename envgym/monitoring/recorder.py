@@ -1,21 +1,21 @@
-"""Where a step's line of metrics goes: the run folder, the alarms, the display and the trackers."""
+"""The one place that a step's metrics are written to: the run folder, the alarms, the display and the trackers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from envgym.training.run_folder import RunFolder
-
 from .alarms import Alarms
 
 if TYPE_CHECKING:
+    from envgym.training.run_folder import RunFolder
+
     from .display import Display
     from .trackers import Trackers
 
 
 class Recorder:
-    """Writes a stage's records. Alarms are raised from the records alone, so a resumed run raises those that the run
-    would have raised anyway."""
+    """Writes a stage's records. Alarms depend on the records alone, so a resumed run raises those that the run would
+    have raised anyway."""
 
     def __init__(self, folder: RunFolder, display: Display, steps: int) -> None:
         self._folder = folder
@@ -27,11 +27,11 @@ class Recorder:
     def resume(self) -> None:
         """Go on after the records that the folder holds."""
         for record in self._folder.read_metrics():
-            self.alarms.hear(record)
+            self.alarms.observe(record)
 
     def write(self, record: dict[str, Any]) -> None:
-        """A step is done, or (0) the measurement before the first one. Adds the `alarms` that begin with it."""
-        raised = self.alarms.hear(record)
+        """Record a step, or (0) the measurement before the first one. Adds the `alarms` that begin with it."""
+        raised = self.alarms.observe(record)
         if raised:
             record["alarms"] = [alarm.name for alarm in raised]
         self._folder.append_metrics(record)

@@ -26,7 +26,7 @@ from envgym.evaluation.held_out import has_held_out
 from envgym.isolation import event_loop
 from envgym.models.resolve import fetch_model
 from envgym.monitoring.report import PICTURE, plot
-from envgym.monitoring.trackers import Story, Trackers, check_installed, run_id
+from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
 
 from .launch import Place, prepared, start_parts
 from .progress import Progress
@@ -51,6 +51,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
     if any(stage.engine.kind == "openai" for stage in config.stages):
         raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
     with claimed_folder(config, resume=resume) as folder:
+        display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
         return _run_stages(config, folder, display)
 
 
@@ -194,8 +195,8 @@ async def _run_stage(
                     await starting.load(checkpoint, kept)
                 trainer = starting
                 if config.report_to:
-                    story = story_of(config, stage, folder, trainer.progress.step)
-                    trainer.recorder.trackers = Trackers(config.report_to, story, display.note)
+                    info = run_info(config, stage, folder, trainer.progress.step)
+                    trainer.recorder.trackers = Trackers(config.report_to, info, display.note)
                 interrupts.listen(trainer.stop.set)
                 spent = trainer.progress.seconds
                 spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
@@ -250,11 +251,11 @@ async def _run_stage(
     return summary
 
 
-def story_of(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> Story:
-    """What trackers are told of a stage; `step` is the one that a resumed run goes on from, else 0."""
+def run_info(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> RunInfo:
+    """The description of a stage for trackers; `step` is the one that a resumed run goes on from, else 0."""
     name = str(config.name)
     of_run = config.model_dump(mode="json", exclude={"stages"})
-    return Story(
+    return RunInfo(
         id=run_id(folder.path),
         name=name if len(config.stages) == 1 else f"{name}/{folder.path.name}",
         group=name,

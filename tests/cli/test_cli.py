@@ -1,4 +1,5 @@
-"""The program as a user meets it: run as a process, judged by its exit status and what it prints."""
+"""The program as a user meets it, judged by its exit status and output: commands in this process, and a few real starts
+for what only a process has."""
 
 import json
 import os
@@ -7,11 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from envgym.cli import COMMANDS
+from envgym.cli.envs import ACTIONS
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 HEAVY = {
@@ -31,23 +36,6 @@ class Broken(envgym.Env):
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Run the program in an empty folder; output is a pipe, as in a script."""
-
-    def run_envgym(*words, **environment):
-        return subprocess.run(
-            [ENVGYM, *map(str, words)],
-            cwd=tmp_path,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    return run_envgym
-
-
 def error_of(result) -> str:
     """The one line that a mistake is answered with, once everything that must hold for all of them does."""
     assert result.returncode == 2, result
@@ -64,13 +52,13 @@ def error_of(result) -> str:
 def test_help_names_every_command_and_exits_0(run, arguments):
     result = run(*arguments)
     assert (result.returncode, result.stderr) == (0, "")
-    for command in ("train", "eval", "envs", "serve", "config", "model", "runs", "show"):
+    for command in COMMANDS:
         assert re.search(rf"^  {command} +\w", result.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "envs", "serve", "config", "model", "runs", "show"])
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"envs {action}" for action in ACTIONS), "model merge"])
 def test_help_of_a_command_holds_an_example_of_it(run, command):
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert f"example:\n  envgym {command}" in result.stdout
 
@@ -81,14 +69,14 @@ def test_version(run):
     assert run("--version").stdout == f"envgym {version('envgym')}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["no-such-command"]])
-def test_help_imports_nothing_heavy(arguments):
+def test_help_imports_nothing_heavy():
     program = f"""
 import contextlib, io, sys
 import envgym
 from envgym.cli import main
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    main({arguments!r})
+for arguments in (["--help"], ["train", "--help"], ["--version"], ["no-such-command"]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(arguments)
 print(*sorted({HEAVY!r} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -170,6 +158,11 @@ def test_a_mistake_is_one_line_and_exit_2(run, arguments, said):
     assert said in error_of(run(*arguments))
 
 
+def test_the_program_ends_with_the_status_of_its_command(start):
+    arguments, said = MISTAKES["environment"]
+    assert said in error_of(start(*arguments))
+
+
 def test_settings_that_another_learner_does_not_have_are_said_in_a_line_beside_the_output(run):
     result = run("config", "--env", "math_verify", "--recipe", "gspo", "--learner", "sft")
     (line,) = result.stderr.splitlines()
@@ -232,7 +225,7 @@ def test_a_run_folder_that_exists(run, tmp_path):
 
 
 WITHOUT = """
-import sys
+import contextlib, io, json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -241,33 +234,31 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from envgym.cli import main
-sys.exit(main({arguments!r}))
+for arguments in {commands!r}:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        status = main(arguments)
+    print(json.dumps([status, stdout.getvalue(), stderr.getvalue()]))
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_without_the_training_packages_a_command_names_the_extra_that_installs_them(tmp_path):
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    commands = [
         ["train", "--env", "math_verify"],
         ["eval", "--env", "math_verify", "--model", "starter"],
         ["model", "starter"],
         ["rollout", "--env", "math_verify", "--model", "starter", "--out", "x.jsonl"],
         ["score", "x.jsonl", "--env", "math_verify", "--out", "y.jsonl"],
         ["compare", "a", "b"],
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_without_the_training_packages_a_command_names_the_extra_that_installs_them(tmp_path, arguments):
-    (tmp_path / "x.jsonl").write_text("{}\n")
+    ]
     absent = {*HEAVY - {"aiohttp", "pydantic", "rich"}, "safetensors"}
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT.format(absent=absent, arguments=arguments)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
+    program = WITHOUT.format(absent=absent, commands=commands)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "pip install 'envgym[train]'" in error_of(result)
+    for arguments, line in zip(commands, done.stdout.splitlines(), strict=True):
+        assert "pip install 'envgym[train]'" in error_of(subprocess.CompletedProcess(arguments, *json.loads(line)))
 
 
 def test_debug_shows_the_traceback_of_a_mistake(run):
@@ -277,9 +268,10 @@ def test_debug_shows_the_traceback_of_a_mistake(run):
     assert "Did you mean 'math_verify'?" in result.stderr.splitlines()[-1]
 
 
-def test_an_unexpected_error_is_one_line_that_names_the_file_with_the_traceback(run, tmp_path):
+def test_an_unexpected_error_is_one_line_that_names_the_file_with_the_traceback(run, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(BROKEN_ENV)
-    result = run("envs", "show", "broken.py", TMPDIR=str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run("envs", "show", "broken.py")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert "unexpected ZeroDivisionError: a mistake of the author" in line
@@ -389,8 +381,8 @@ def test_a_reader_that_has_enough_is_no_mistake(tmp_path):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_terminal_without_unicode_gets_the_help_all_the_same(run):
-    result = run("--help", PYTHONIOENCODING="ascii")
+def test_a_terminal_without_unicode_gets_the_help_all_the_same(start):
+    result = start("--help", PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -415,9 +407,9 @@ LEAVES = """
 It says nothing else.
 '''
 import asyncio, multiprocessing, os, subprocess, threading, time
-import envgym, envgym.cli.leaving, envgym.isolation.cancellation
+import envgym, envgym.cli.shutdown, envgym.isolation.cancellation
 
-envgym.isolation.cancellation.GRACE_SECONDS = envgym.cli.leaving.PATIENCE_SECONDS = 0.1
+envgym.isolation.cancellation.GRACE_SECONDS = envgym.cli.shutdown.PATIENCE_SECONDS = 0.1
 
 async def deaf():
     while True:
@@ -455,10 +447,10 @@ class Leaves(envgym.Env):
         ("exit", 2, "envgym: error: something that was called ended the program: SystemExit: 0 (LEAVES, line 30)\n"),
     ],
 )
-def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(run, tmp_path, what, status, said):
+def test_nothing_that_an_environment_leaves_holds_the_end_up_or_outlives_it(start, tmp_path, what, status, said):
     file = tmp_path / "leaves.py"
     file.write_text(LEAVES)
-    result = run("envs", "show", file, LEAVES=what, ENVGYM_TEST_MARK=str(tmp_path))
+    result = start("envs", "show", file, LEAVES=what, ENVGYM_TEST_MARK=str(tmp_path))
     assert (result.returncode, result.stderr) == (status, said.replace("LEAVES", str(file)))
     assert ("Well?" in result.stdout) == (status == 0)
     about = f"{file}  What it leaves is named by a variable.\n\nIt says nothing else.\ntrain tasks: no end\n"

@@ -66,7 +66,7 @@ def heard(name, values, alarms=None):
     """The steps at which a run with these values of the alarm's metric raises it, and what is said."""
     alarms = alarms or Alarms()
     raised = [
-        (step, alarm) for step, value in enumerate(values) for alarm in alarms.hear({BY_NAME[name].metric: value})
+        (step, alarm) for step, value in enumerate(values) for alarm in alarms.observe({BY_NAME[name].metric: value})
     ]
     return [step for step, alarm in raised if alarm.name == name], [alarm.text for _, alarm in raised]
 
@@ -109,7 +109,7 @@ def test_a_jump_is_measured_against_the_ten_values_before_it():
 
 def test_an_entropy_that_never_moved_is_not_said_to_have_come_down():
     alarms = Alarms()
-    said = [raised for _ in range(9) for raised in alarms.hear({"policy/entropy": 0.001})]
+    said = [raised for _ in range(9) for raised in alarms.observe({"policy/entropy": 0.001})]
     assert [raised.name for raised in said] == ["no_entropy"]
     assert "down to" not in said[0].text
 
@@ -123,8 +123,8 @@ def test_a_number_of_another_role_is_its_own_but_what_an_environment_calls_its_n
     alarms = Alarms()
     for _ in range(12):
         record = dict.fromkeys(("grad_norm", "critic/grad_norm", "env/grad_norm", "eval/grad_norm"), 0.5)
-        assert alarms.hear(record) == []
-    [raised] = alarms.hear(record | dict.fromkeys(("critic/grad_norm", "env/grad_norm", "eval/grad_norm"), 90.0))
+        assert alarms.observe(record) == []
+    [raised] = alarms.observe(record | dict.fromkeys(("critic/grad_norm", "env/grad_norm", "eval/grad_norm"), 90.0))
     assert raised.name == "critic/grad_norm"
     assert raised.text.startswith("critic: the gradient's norm jumped to 90")
     assert alarms.counts == {"critic/grad_norm": 1}
@@ -134,7 +134,7 @@ def test_steps_that_lack_a_number_are_left_out():
     """A group of evaluations in between, or a critic that is not trained yet."""
     alarms = Alarms()
     records = [{"length/truncated_share": 0.9}, {"eval/score": 0.5}] * 5
-    assert [len(alarms.hear(record)) for record in records] == [0] * 8 + [1, 0]
+    assert [len(alarms.observe(record)) for record in records] == [0] * 8 + [1, 0]
 
 
 # -- on the way to the run folder and the display ---------------------------------------------------------

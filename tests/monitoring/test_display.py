@@ -15,8 +15,8 @@ import time
 import pytest
 from rich.console import Console
 
-from envgym.monitoring.display import Display, LineDisplay, open_display
-from envgym.monitoring.live_display import LiveDisplay, sparkline
+from envgym.monitoring.display import Display, LineDisplay
+from envgym.monitoring.terminal import LiveDisplay, open_display, sparkline
 
 EVALUATION = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512, "greedy": False}
 RECORD = {
@@ -179,7 +179,7 @@ def test_no_terminal_means_lines():
 def live():
     """A live display that is not started, and a function that draws it now."""
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None, highlight=False)
-    display = LiveDisplay(None, console)
+    display = LiveDisplay(console)
     yield display, lambda: drawn(display)
     display.close()
 
@@ -252,13 +252,11 @@ def test_sparkline_has_the_scale_of_the_values_or_the_wider_bounds():
 
 RUN = """
 import sys, time
-from envgym.config import resolve
-from envgym.display import open_display
+from envgym.monitoring.terminal import open_display
 
-config = resolve({"env": "math_verify"})
-config.name = "first"
-display = open_display(config)
+display = open_display()
 try:
+    display.begin("first", "math_verify, starter")
     display.phase("starting the engine")
     display.note("a line that stays")
     print("READY", flush=True)
@@ -367,7 +365,7 @@ def test_a_terminal_that_is_closed_is_no_reason_to_end_a_run(tmp_path):
     done = tmp_path / "done"
     program = f"""
 import sys
-from envgym.live_display import LiveDisplay
+from envgym.monitoring.terminal import LiveDisplay
 
 display = LiveDisplay()
 display.phase("starting")

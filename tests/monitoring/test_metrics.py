@@ -136,6 +136,16 @@ def test_rates_are_over_the_time_of_their_phase():
     assert speed_metrics({}, 4.0) == {"seconds/step": 4.0, "tokens/per_second": 0.0}
 
 
+def test_a_step_that_samples_nothing_is_as_fast_as_the_tokens_it_processes():
+    """Supervised learning on recorded episodes."""
+    record = {"tokens/processed": 300, "seconds/rollout": 2.0, "seconds/learn": 0.5}
+    assert speed_metrics(record, 4.0) == {
+        "seconds/step": 4.0,
+        "tokens/per_second": 75.0,
+        "tokens/per_second_learn": 600.0,
+    }
+
+
 def test_utilisation_by_hand():
     """Rows of 10 and 6 tokens at 1e9 a token and 1e8 a token and token: 16e9 + 136e8 operations; in 2 s on 2 devices
     7.4e9 a second each."""

@@ -303,7 +303,7 @@ def test_a_run_that_goes_on_is_nobody_elses(tmp_path):
         RunFolder(folder).write_summary({"status": "stopped", "steps": 0})  # of an earlier end
         for resume in (True, False):
             with (
-                pytest.raises(RunError, match=r"another envgym train is writing to .*first"),
+                pytest.raises(RunError, match=r"another envgym train is writing to .*first: wait until it ends, or"),
                 claimed_folder(config, resume=resume),
             ):
                 pass

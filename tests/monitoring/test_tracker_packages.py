@@ -5,19 +5,19 @@ import struct
 
 import pytest
 
-from envgym.monitoring.trackers import Story, Trackers
+from envgym.monitoring.trackers import RunInfo, Trackers
 
 STEPS = range(1, 6)
 
 
-def story(folder, step=0):
-    return Story("0123456789abcdefghijk", "first", "first", "sums", folder, {"learner": {"lr": 0.5}}, step)
+def run_info(folder, step=0):
+    return RunInfo("0123456789abcdefghijk", "first", "first", "sums", folder, {"learner": {"lr": 0.5}}, step)
 
 
 def tell(name, folder, steps, *, after=0, scale=1.0):
     """A run's steps, from one process's beginning to its end; gives what was noted."""
     notes = []
-    trackers = Trackers([name], story(folder, after), notes.append)
+    trackers = Trackers([name], run_info(folder, after), notes.append)
     for step in steps:
         trackers.log({"step": step, "reward/mean": scale * step, "eval/ci95": [0.25, 0.75], "alarms": ["kl"]})
     trackers.close("completed")
@@ -104,7 +104,7 @@ def test_wandb_without_a_key_asks_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     notes = []
-    trackers = Trackers(["wandb"], story(tmp_path), notes.append)
+    trackers = Trackers(["wandb"], run_info(tmp_path), notes.append)
     trackers.log({"step": 1})
     trackers.close("completed")
     assert "no API key is known: type `wandb login` once, or set WANDB_MODE=offline (the run goes on" in notes[0]

@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 PATIENCE_SECONDS = 10.0
-"""How long threads of users' code may hold the end of the program up."""
+"""Seconds for which threads of users' code may hold the end of the program up."""
 TERM_SECONDS = 2.0
-"""How long processes that were left have after SIGTERM."""
+"""Seconds that processes that were left have after SIGTERM."""
 MARK = "ENVGYM_COMMAND"
-"""The variable by which all that a command starts is known, also what has got itself another parent."""
+"""The environment variable that marks all processes a command starts, also those that have got another parent."""
 
 
-class Leaving:
-    """Make it before anything else begins: what it does comes after all that others do at the end."""
+class Shutdown:
+    """Make it before anything else begins: its work at exit comes after everybody else's."""
 
     def __init__(self) -> None:
         self._value = f"{os.getpid()}-{time.time_ns()}"
@@ -30,7 +30,7 @@ class Leaving:
         os.environ[MARK] = self._value
         atexit.register(self._last)
 
-    def leave(self, status: int) -> int:
+    def begin(self, status: int) -> int:
         """Return `status` to be exited with, once nothing can hinder that any more."""
         self._status = status
         if "multiprocessing" in sys.modules:  # which would wait for them
@@ -39,7 +39,7 @@ class Leaving:
             for child in multiprocessing.active_children():
                 child.kill()
         atexit.register(self._threads_ended.set)  # the interpreter waits for threads before all else
-        threading.Thread(target=self._watch, daemon=True, name="leaving").start()
+        threading.Thread(target=self._watch, daemon=True, name="shutdown").start()
         return status
 
     def _watch(self) -> None:
@@ -69,7 +69,7 @@ class Leaving:
         os._exit(self._status)
 
     def _end_processes(self) -> None:
-        """Kill what was started and is still there."""
+        """Kill the processes that were started and still run."""
         family = self._family()
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in family:
@@ -80,15 +80,17 @@ class Leaving:
                 time.sleep(0.01)
 
     def _family(self) -> set[int]:
+        """The processes that this one has started, but for Python's own that frees shared memory: it ends by itself,
+        and has work to do then."""
         from envgym.workers.guard import descendants
 
-        family = descendants({self._pid}) - {self._pid}
+        family = descendants({self._pid})
         mark = f"{MARK}={self._value}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is not ours
-                if mark in path.read_bytes().split(b"\0"):
-                    family.add(int(path.parent.name))
-        return {pid for pid in family - {self._pid} if _runs(pid) and not _is_tracker(pid)}
+            if mark in _read(path).split(b"\0"):
+                family.add(int(path.parent.name))
+        family = {pid for pid in family - {self._pid} if _runs(pid)}
+        return {pid for pid in family if b"multiprocessing.resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))}
 
 
 def _runs(pid: int) -> bool:
@@ -98,8 +100,8 @@ def _runs(pid: int) -> bool:
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
-def _is_tracker(pid: int) -> bool:
-    """Whether a process is Python's own that frees shared memory: it ends by itself, and has work to do then."""
+def _read(path: Path) -> bytes:
+    """A file of a process; empty where it has ended, or is not ours."""
     with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+        return path.read_bytes()
+    return b""

@@ -7,14 +7,14 @@ import pytest
 from envgym.config.schema import resolve
 from envgym.errors import ConfigError, MissingDependency
 from envgym.monitoring import trackers
-from envgym.monitoring.trackers import Story, Tracker, Trackers, check_installed, numbers_of, run_id
-from envgym.training.run import story_of
+from envgym.monitoring.trackers import TRACKERS, RunInfo, Tracker, Trackers, check_installed, numbers_of, run_id
+from envgym.training.run import run_info
 from envgym.training.run_folder import RunFolder
 
 
 @pytest.fixture
-def story(tmp_path):
-    return Story("0123abc", "first", "first", "envgym", tmp_path, {"seed": 0})
+def info(tmp_path):
+    return RunInfo("0123abc", "first", "first", "envgym", tmp_path, {"seed": 0})
 
 
 class Remembering(Tracker):
@@ -23,8 +23,8 @@ class Remembering(Tracker):
     def __init__(self):
         self.told = []
 
-    def open(self, story):
-        self.told.append(("open", story.id, threading.current_thread().name))
+    def open(self, run):
+        self.told.append(("open", run.id, threading.current_thread().name))
         return "a page"
 
     def log(self, step, numbers):
@@ -35,14 +35,15 @@ class Remembering(Tracker):
 
 
 @pytest.fixture
-def tracking(monkeypatch, story):
+def tracking(monkeypatch, info):
     """Run trackers of these kinds in place of the real ones; gives them and what was noted."""
 
     def track(*kinds):
         notes = []
         classes = {f"t{number}": kind for number, kind in enumerate(kinds)}
-        monkeypatch.setattr(trackers, "_tracker_class", classes.__getitem__)
-        return Trackers(list(classes), story, notes.append), notes
+        for name, kind in classes.items():
+            monkeypatch.setitem(TRACKERS, name, kind)
+        return Trackers(list(classes), info, notes.append), notes
 
     return track
 
@@ -95,7 +96,7 @@ def test_failures_are_counted_and_said_once_and_the_others_hear_everything(track
 
 
 class Shut(Remembering):
-    def open(self, story):
+    def open(self, run):
         raise PermissionError("no key")
 
 
@@ -107,7 +108,7 @@ def test_one_that_cannot_start_hears_nothing_more(tracking):
     assert shut.told == []
     assert one.summary() == {"t0": {"failures": 1}}
     assert notes == [
-        "t0 could not be started, and hears nothing of this run: PermissionError: no key "
+        "t0 could not be started, and gets nothing of this run: PermissionError: no key "
         "(the run goes on; its numbers are in metrics.jsonl)"
     ]
 
@@ -115,7 +116,7 @@ def test_one_that_cannot_start_hears_nothing_more(tracking):
 class Hanging(Remembering):
     released = threading.Event()
 
-    def open(self, story):
+    def open(self, run):
         self.released.wait(1000)
         return ""
 
@@ -174,8 +175,12 @@ def test_each_stage_is_a_run_of_the_runs_group_with_all_settings(tmp_path):
     config = resolve(settings)
     folder = RunFolder(tmp_path / "2-grpo")
     folder.create()
-    story = story_of(config, config.stages[1], folder, 20)
-    assert (story.name, story.group, story.project, story.step) == ("two/2-grpo", "two", "sums", 20)
-    assert (story.config["seed"], story.config["learner"]["name"], story.config["rollout"]["tasks"]) == (7, "grpo", 64)
+    described = run_info(config, config.stages[1], folder, 20)
+    assert (described.name, described.group, described.project, described.step) == ("two/2-grpo", "two", "sums", 20)
+    assert (described.config["seed"], described.config["learner"]["name"], described.config["rollout"]["tasks"]) == (
+        7,
+        "grpo",
+        64,
+    )
     single = resolve({**settings, "recipe": "grpo"})
-    assert story_of(single, single.stages[0], folder, 0).name == "two"
+    assert run_info(single, single.stages[0], folder, 0).name == "two"

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser
 from envgym.errors import ConfigError, did_you_mean
 
@@ -18,10 +17,10 @@ KINDS = {
     "tools": "typed functions the policy may call",
 }
 CLASS, FILE = "NewEnvironment", "new_environment"
-"""What templates call the class (or function) and the file."""
+"""The names of the class (or function) and of the file in templates."""
 
 
-def new_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def new_main(arguments: Sequence[str]) -> int:
     kinds = "; ".join(f"{kind}: {summary}" for kind, summary in KINDS.items())
     parser = Parser(
         "envs new",
@@ -31,9 +30,7 @@ def new_main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="name of the file, with or without a folder before it")
     parser.add_argument("--kind", metavar="K", default="reward", help=f"{', '.join(KINDS)} (reward)")
-    options, words = parser.parse_with_words(arguments)
-    if words:
-        parser.error(f"a new file has no settings yet: leave out {words[0]}")
+    options = parser.parse_without_words(arguments, "a new file has no settings yet")
     if options.kind not in KINDS:
         near = did_you_mean(options.kind, KINDS) or f" There is {', '.join(KINDS)}."
         raise ConfigError(f"there is no kind {options.kind!r} of new environment.{near}")

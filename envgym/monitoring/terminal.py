@@ -1,13 +1,14 @@
-"""The live table of a run on a terminal. Imports rich, so it is imported when a run starts on a terminal."""
+"""The live table of a run on a terminal. It is imported when a run starts, as rich takes time to import."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,28 +19,28 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from .display import METRICS, Display, Pace, failed
+from .display import METRICS, Display, LineDisplay, Pace, failed
 from .report import duration, score, summary_lines
-
-if TYPE_CHECKING:
-    from envgym.config.schema import RunConfig
 
 REFRESHES_PER_SECOND = 2
 BARS = "▁▂▃▄▅▆▇█"
 PHASES = ("rollout", "score", "prepare", "learn", "sync", "eval")
 
 
+def open_display() -> Display:
+    """The display for standard output: live on a terminal, else (and where `CI` is set) lines."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("CI")
+    return LiveDisplay() if is_terminal else LineDisplay(sys.stdout)
+
+
 class LiveDisplay(Display):
-    """Keeps what it was told; rich draws it twice a second from a thread of its own, so telling costs nothing.
+    """Keeps the latest state; rich draws it twice a second from a thread of its own, so that updates cost nothing.
 
     The terminal's cursor stays visible: there is nothing to restore where a run is killed.
     """
 
-    def __init__(
-        self, config: RunConfig | None = None, console: Console | None = None, *, subject: str | None = None
-    ) -> None:
-        self._config = config
-        self._subject = subject
+    def __init__(self, console: Console | None = None) -> None:
+        self._title = Text("envgym", "bold")
         self._console = console or Console(highlight=False, file=cast(TextIO, _Lasting(sys.stdout)))
         self._spinner = Spinner("dots")
         self._phase, self._phase_began = "starting", time.monotonic()
@@ -55,7 +56,8 @@ class LiveDisplay(Display):
         self._history: list[float] = []
         self._evaluations: list[tuple[int, Mapping[str, Any]]] = []
 
-    # -- what it is told ----------------------------------------------------------------------------------
+    def begin(self, name: str | None, subject: str) -> None:
+        self._title = Text("envgym", "bold").append(f"  {name or ''}", "bold cyan").append(f"  {subject}", "dim")
 
     def phase(self, text: str) -> None:
         self._start()
@@ -105,24 +107,14 @@ class LiveDisplay(Display):
             self._live.start()
             self._console.show_cursor(True)
 
-    # -- what it shows ------------------------------------------------------------------------------------
-
     def render(self) -> RenderableType:
-        """The panel, from what was told last."""
+        """The panel, from the latest state."""
         parts: list[RenderableType] = []
         if self._phase:
             parts.append(self._activity())
         if self._steps:
             parts.append(self._table())
-        return Panel(Group(*parts), title=self._title(), title_align="left", border_style="blue", padding=(0, 1))
-
-    def _title(self) -> Text:
-        title = Text("envgym", "bold")
-        if self._config is not None:
-            stage = self._config.stages[-1]
-            title.append(f"  {self._config.name or ''}", "bold cyan")  # a run that was given no name gets one later
-            title.append(f"  {self._subject or stage.env.name}, {stage.model}", "dim")
-        return title
+        return Panel(Group(*parts), title=self._title, title_align="left", border_style="blue", padding=(0, 1))
 
     def _activity(self) -> Table:
         line = Table.grid(padding=(0, 1))
@@ -175,8 +167,8 @@ class LiveDisplay(Display):
     def _time_left(self) -> str:
         if self._left is None or self._step >= self._steps:
             return ""
-        told, left = self._left
-        return f"{duration(max(0.0, left - (time.monotonic() - told)))} left"
+        estimated, left = self._left
+        return f"{duration(max(0.0, left - (time.monotonic() - estimated)))} left"
 
     def _main_key(self) -> str:
         return "loss" if "reward/mean" not in self._metrics else "reward/mean"

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from envgym.cli.failures import Invocation
-from envgym.cli.parser import Parser, make_spec
+from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.isolation import event_loop
-
-from .said import about, as_lines, signature
+from envgym.types import Message, Observation, ToolSpec
 
 if TYPE_CHECKING:
     from envgym.env import EnvSpec
-    from envgym.types import Observation
 
 
-def list_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def list_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs list",
         "",
@@ -38,35 +36,34 @@ def list_main(arguments: Sequence[str], invocation: Invocation) -> int:
     for id in ids:
         try:
             is_remote = id in remote and not registry.is_installed(id)
-            about = f"remote: {', '.join(remote[id].urls)}" if is_remote else _about_id(id)
+            summary = f"remote: {', '.join(remote[id].urls)}" if is_remote else _first_words(id)
         except EnvgymError as error:  # one that cannot be used must not hide the others
-            about = f"(cannot be used: {error})"
-        print(f"{id:<{width}}  {about}".rstrip())
+            summary = f"(cannot be used: {error})"
+        print(f"{id:<{width}}  {summary}".rstrip())
     if not ids:
         print("no environments are installed")
     return 0
 
 
-def show_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def show_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs show",
         "E [key=value …]",
         "Show an environment: its agent, tools, services, settings, tasks and a first observation.",
         "envgym envs show math_verify env.digits=3",
     )
-    parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     event_loop.run(_show(make_spec(options.env, words)))
     return 0
 
 
-def _about_id(id: str) -> str:
+def _first_words(id: str) -> str:
     from envgym import registry
     from envgym.env import Env, EnvSpec, first_words
     from envgym.loading import load_class
 
-    found = registry.find(id)
-    target = found.entry_point
+    target = registry.find(id).entry_point
     return first_words(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
 
 
@@ -95,16 +92,58 @@ async def _show(spec: EnvSpec) -> None:
         except InvalidOutcome as error:
             print(f"a first observation cannot be had: {error}")
         else:
-            _print_observation(observation)
+            if observation.tools:
+                print("tools:")
+            for tool in observation.tools:
+                print(f"  {signature(tool)}  {first_line(tool)}".rstrip())
+            print("a first observation:")
+            for role, text in lines_of(observation):
+                print(f"  {role}: {text}" if role != "text" else f"  {text}")
         finally:
             await env.close()
 
 
-def _print_observation(observation: Observation) -> None:
-    if observation.tools:
-        print("tools:")
-        for tool in observation.tools:
-            print(f"  {signature(tool)}  {about(tool)}".rstrip())
-    print("a first observation:")
-    for role, text in as_lines(observation):
-        print(f"  {role}: {text}" if role != "text" else f"  {text}")
+# -- text for people --------------------------------------------------------------------------------------
+
+
+def lines_of(observation: Observation) -> list[tuple[str, str]]:
+    """An observation as pairs of role and text."""
+    lines = [(_speaker(message), message.text) for message in observation.messages]
+    return lines if observation.text is None else [*lines, ("text", observation.text)]
+
+
+def _speaker(message: Message) -> str:
+    return f"{message.role} {message.name}".strip() if message.role == "tool" else message.role
+
+
+def signature(tool: ToolSpec) -> str:
+    """A tool as one would declare it: `search(query: string, limit: integer = 5)`."""
+    required = tool.parameters.get("required", ())
+    parameters = []
+    for name, schema in _properties(tool).items():
+        default = f" = {json.dumps(schema['default'])}" if "default" in schema else "" if name in required else " = …"
+        parameters.append(f"{name}: {_type(schema)}{default}")
+    return f"{tool.name}({', '.join(parameters)})"
+
+
+def example_call(tool: ToolSpec, command: str) -> str:
+    """A call by hand, with the types of the arguments in place of values."""
+    required = tool.parameters.get("required", ())
+    arguments = {name: f"<{_type(schema)}>" for name, schema in _properties(tool).items() if name in required}
+    return f"{command} {tool.name} {json.dumps(arguments)}"
+
+
+def first_line(tool: ToolSpec) -> str:
+    """The first line of a tool's description."""
+    return tool.description.strip().partition("\n")[0]
+
+
+def _properties(tool: ToolSpec) -> dict[str, dict[str, Any]]:
+    return dict(tool.parameters.get("properties", {}))
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(json.dumps(value) for value in list(schema["enum"])[:4])
+    kind = schema.get("type", "any")
+    return " | ".join(kind) if isinstance(kind, list) else str(kind)

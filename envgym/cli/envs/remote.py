@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envgym.cli.failures import Invocation
 from envgym.cli.parser import Parser
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from envgym.remote.registered import Scope
 
 
-def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def add_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs add",
         "NAME URL [URL …] [--token-file F] [--ca-file F] [--user|--project]",
@@ -30,9 +29,7 @@ def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--token-file", metavar="F", type=Path, help="file with the token the server asks for")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="certificates to trust, in place of the system's")
     _add_scope(parser)
-    options, words = parser.parse_with_words(arguments)
-    if words:
-        raise ConfigError(f"settings are given where the environment is used or served: leave out {words[0]}")
+    options = parser.parse_without_words(arguments, "settings are given where the environment is used or served")
 
     from envgym import registry
     from envgym.loading import names_file
@@ -44,13 +41,14 @@ def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
     if registry.is_installed(options.name):
         raise ConfigError(f"{options.name!r} is the name of an environment that is installed here: choose another one")
     name = registry.check_beside(options.name, registry.list_ids())
-    absolute = {name: path and path.expanduser().absolute() for name, path in _paths(options).items()}
+    files = {"token_file": options.token_file, "ca_file": options.ca_file}
+    absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
     entry = registered.Registered(urls=tuple(options.urls), **absolute)
-    said = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
+    description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
     known = name in registered.read(scope)
     path = registered.add(scope, name, entry)
-    print(said)
+    print(description)
     print(f"{'replaced' if known else 'added'} {name} in {path}")
     found, problems = registered.readable()
     if found[name] != entry:
@@ -60,7 +58,7 @@ def add_main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def remove_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def remove_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs remove",
         "NAME [--user|--project]",
@@ -69,9 +67,7 @@ def remove_main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="what it is called")
     _add_scope(parser)
-    options, words = parser.parse_with_words(arguments)
-    if words:
-        parser.error(f"removing takes no settings: leave out {words[0]}")
+    options = parser.parse_without_words(arguments, "removing takes no settings")
 
     from envgym.remote import registered
 
@@ -91,12 +87,8 @@ def _add_scope(parser: Parser) -> None:
     scope.add_argument("--project", action="store_true", help="in envgym.yaml, for who works in this folder")
 
 
-def _paths(options: object) -> dict[str, Path | None]:
-    return {name: getattr(options, name) for name in ("token_file", "ca_file")}
-
-
 async def _reach(spec: RemoteEnvSpec) -> str:
-    """What its servers say of the environment. Raises `EnvgymError` where none answers."""
+    """The description of the environment by its servers. Raises `EnvgymError` where none answers."""
     async with spec:
         found = spec.description
         sizes = [

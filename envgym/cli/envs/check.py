@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from envgym.cli.failures import Invocation
-from envgym.cli.parser import Parser, env_settings, make_spec
+from envgym.cli.parser import ENV, Parser, env_settings, make_spec
 from envgym.isolation import event_loop
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "32", "FAILED": "1;31", "warning": "33", "not applicable": "2"}
 
 
-def check_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def check_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs check",
         "E [key=value …]",
@@ -24,7 +23,7 @@ def check_main(arguments: Sequence[str], invocation: Invocation) -> int:
         "One line a check; exit status 1 where one failed, 0 where none did.",
         "envgym envs check math_verify\n  envgym envs check my_env.py env.size=4 data.path=tasks.jsonl",
     )
-    parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("env", **ENV)
     options, words = parser.parse_with_words(arguments)
     spec = make_spec(options.env, words)  # a mistake in its name or settings is found here
 

@@ -13,13 +13,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from envgym.cli.failures import Invocation
-from envgym.cli.parser import Parser, make_spec
+from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import ConfigError
 from envgym.isolation import event_loop
 from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
 
-from .said import about, as_lines, example_call, signature
+from .show import example_call, first_line, lines_of, signature
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +31,7 @@ CALL = "/call"
 HOW = f"An answer is one line, or several between two lines of {FENCE}. Ctrl-D ends."
 
 
-def try_main(arguments: Sequence[str], invocation: Invocation) -> int:
+def try_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs try",
         "E [--seed N] [--task N] [key=value …]",
@@ -40,7 +39,7 @@ def try_main(arguments: Sequence[str], invocation: Invocation) -> int:
         f'A tool is called by a line {CALL} NAME {{"argument": value}}; several, between {FENCE}, in one turn.',
         "envgym envs try math_verify\n  envgym envs try math_verify --task test:3",
     )
-    parser.add_argument("env", metavar="E", help="environment: id, file.py[:Name], import path or URL")
+    parser.add_argument("env", **ENV)
     parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (at random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")
     options, words = parser.parse_with_words(arguments)
@@ -110,7 +109,7 @@ def _turns(played: Played) -> str:
 
 
 def _show(console: Console, observation: Observation) -> None:
-    for role, text in as_lines(observation):
+    for role, text in lines_of(observation):
         console.print(f"{role}:", style="bold cyan")
         console.print(text)
 
@@ -118,7 +117,7 @@ def _show(console: Console, observation: Observation) -> None:
 def _show_tools(console: Console, tools: Iterable[ToolSpec]) -> None:
     for tool in tools:
         console.print(f"tool {signature(tool)}", style="bold green")
-        console.print(f"  {about(tool)}\n  {example_call(tool)}")
+        console.print(f"  {first_line(tool)}\n  {example_call(tool, CALL)}")
 
 
 # ---------------------------------------------------------------------------------------------------------

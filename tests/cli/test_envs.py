@@ -1,4 +1,4 @@
-"""`envgym envs check`, `try` and `new` as a user meets them: as processes, with pipes and a terminal."""
+"""`envgym envs check`, `try` and `new` as a user meets them: with text on standard input, and at a terminal."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envgym.cli.environments.new import FOLDER, KINDS
+from envgym.cli.envs.new import FOLDER, KINDS
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -39,16 +39,6 @@ class Guess(envgym.Env):
     async def close(self):
         print("closed")
 """
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run_envgym(*words, typed=""):
-        return subprocess.run(
-            [ENVGYM, *map(str, words)], cwd=tmp_path, input=typed, capture_output=True, text=True, timeout=120
-        )
-
-    return run_envgym
 
 
 # -- check ------------------------------------------------------------------------------------------------
@@ -110,7 +100,10 @@ def family(mark):
     return found
 
 
-@pytest.mark.parametrize("animal", ["endings.py:LeavesAProcess", "returns.py:HoldsTheLoopForGood"])
+@pytest.mark.parametrize(
+    "animal",
+    ["endings.py:LeavesAProcess", pytest.param("returns.py:HoldsTheLoopForGood", marks=pytest.mark.slow)],
+)
 def test_ctrl_c_ends_a_check_and_all_that_it_started(tmp_path, animal):
     mark, playing = f"ENVGYM_TEST_MARK={tmp_path}", tmp_path / "playing"
     file, _, name = animal.partition(".py:")

@@ -1,4 +1,4 @@
-"""What the checks of one environment share: the environment, tasks to play, and how long they may take."""
+"""The environment under examination, with the tasks and scripts that the checks play."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envgym.env import EnvSpec
+from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import ConfigError
 from envgym.hashing import task_hash
 from envgym.types import Message, Task
 
-from .play import Played, Script
-from .scripts import monkey, shown
+from .play import Played, Player, Script, play
+from .report import Verdict
+from .scripts import demonstrated, monkey
 
 TASK_SECONDS = 4.0
-"""Seconds for reading tasks, where they are many and slow to make; a few are read all the same."""
+"""Seconds for reading tasks, where they are many and slow to make; `FEWEST_TASKS` are read all the same."""
 FEWEST_TASKS = 24
 DEMONSTRATION_SEEDS = 8
 """Seeds among which the variants of a task's demonstration are looked for."""
 
 
 class Clock:
-    """The seconds that one check may spend on more of the same. What must be done is done all the same."""
+    """The seconds that one check may spend on more of the same. The fewest that it needs are done all the same."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -43,6 +44,8 @@ class Subject:
     name: str
     settings: dict[str, object]
     is_remote: bool = False
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    """The answers so far, by check."""
     episodes: list[Played] = field(default_factory=list)
     """Every episode that was played so far to see what it is like."""
     working_directory: str = field(default_factory=os.getcwd)
@@ -56,8 +59,12 @@ class Subject:
 
     @property
     def split(self) -> str:
-        """Whose tasks are played: `train`, unless all there is is held out."""
+        """The split that is played: `train`, unless all there is is held out."""
         return "train" if self.spec.tasks("train").size != 0 else "test"
+
+    def holds(self, *checks: str) -> bool:
+        """Whether these checks were answered, and not by a failure."""
+        return all(self.verdicts.get(check) in (Verdict.OK, Verdict.WARNING) for check in checks)
 
     async def tasks(self, count: int, split: str | None = None) -> list[Task]:
         """Up to `count` different tasks: the first, and others from all over the split. The same at every call, but
@@ -77,6 +84,15 @@ class Subject:
                 break
         return found
 
+    async def numbered_tasks(self, count: int, seconds: float, fewest: int) -> AsyncIterator[tuple[int, Task]]:
+        """Up to `count` tasks and their numbers, which are also seeds: the `fewest` whatever the time, then as many as
+        are asked for within `seconds`."""
+        clock = Clock(seconds)
+        for number, task in enumerate(await self.tasks(count)):
+            if clock.is_up and number >= fewest:
+                return
+            yield number, task
+
     def demonstrations(self, task: Task) -> list[list[str | Message]]:
         """The variants there are; none where the environment has none."""
         key = task_hash(task)  # ids may not be unique: that is one of the questions
@@ -94,8 +110,17 @@ class Subject:
         return self._demonstrations[key]
 
     def scripts(self, task: Task) -> dict[str, Script]:
-        """What is played to see how the environment behaves: a few monkeys, and a demonstration where there is one."""
+        """The scripts that show how the environment behaves: a few monkeys, and a demonstration where there is one."""
         named: dict[str, Script] = {f"monkey {number}": monkey(number) for number in range(2)}
         if variants := self.demonstrations(task):
-            named["demonstration"] = shown(variants[0])
+            named["demonstration"] = demonstrated(variants[0])
         return named
+
+    def player(self, task: Task, seed: int, script: Script, name: str = "") -> Player:
+        return Player(self.spec, task, seed, script, name)
+
+    async def play(
+        self, task: Task, seed: int, script: Script, name: str = "", env: CheckedEnv | None = None
+    ) -> Played:
+        """Play one episode with a new instance, or with `env`, and close it."""
+        return await play(self.spec, task, seed, script, name, env=env)

@@ -1,1 +1,0 @@
-"""The actions of `envgym envs`, and the templates of new environments."""

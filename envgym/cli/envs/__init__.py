@@ -1,0 +1,42 @@
+"""`envgym envs`: the environments there are; one of them shown, examined, played or begun."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from envgym.cli.errors import Invocation
+from envgym.cli.parser import Parser
+from envgym.errors import ConfigError, did_you_mean
+
+ACTIONS = {
+    "list": ("show", "list the environments that are installed"),
+    "show": ("show", "show one: its agent, tools, services, settings, tasks and a first observation"),
+    "check": ("check", "examine one; exit status 1 where a check fails"),
+    "try": ("play", "play an episode yourself"),
+    "new": ("new", "write a working file to start from"),
+    "add": ("remote", "give one that is served elsewhere a name"),
+    "remove": ("remote", "forget such a name"),
+}
+
+_LISTED = "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in ACTIONS.items())
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "envs",
+        "list | show E | check E | try E | new NAME | add NAME URL | remove NAME [key=value …]",
+        f"Environments.\n\n{_LISTED}\n\nenvgym envs ACTION --help says more.",
+        "envgym envs list\n  envgym envs show math_verify\n  envgym envs check my_env.py",
+    )
+    if list(arguments) in (["--help"], ["-h"]):
+        parser.parse_args(list(arguments))
+    if not arguments:
+        parser.error(f"envgym envs is followed by {' or '.join(ACTIONS)}")
+    action, *rest = arguments
+    if action not in ACTIONS:
+        near = did_you_mean(action, ACTIONS)
+        raise ConfigError(f"there is no envgym envs {action!r}.{near} See: envgym envs --help")
+    module = importlib.import_module(f".{ACTIONS[action][0]}", __name__)
+    status: int = getattr(module, f"{action}_main")(rest)
+    return status

@@ -1,0 +1,123 @@
+"""The end of a command when something goes wrong: one line on standard error, and an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import select
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write, missing_package
+
+
+@dataclass
+class Invocation:
+    """The part of a command's state that matters if it fails. Commands fill it in as they learn it."""
+
+    command: Sequence[str] = ()
+    """The command's name, if there is one."""
+    debug: bool = False
+    """Show tracebacks."""
+    folder: Path | None = None
+    """The run's folder, once there is one."""
+
+
+@contextlib.contextmanager
+def notes_in_one_line() -> Iterator[None]:
+    """Show warnings about settings that are left out as one line of ours, not in Python's format."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DroppedSettings)
+        otherwise = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, DroppedSettings):
+                _print(f"note: {message}")
+            else:
+                otherwise(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def report(error: BaseException, invocation: Invocation) -> int:
+    """Print the line for `error` and return the exit status."""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():  # `envgym … | head` has read enough
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    if isinstance(error, ModuleNotFoundError):
+        error = _missing_extra(error, f"envgym {' '.join(invocation.command)}") or error
+    if isinstance(error, OSError) and (reason := cannot_write(error)) is not None:
+        if error.filename is None:  # it may be standard output that is a file there
+            _discard_output()
+        error = RunError(reason)
+    if invocation.debug:
+        traceback.print_exception(error)
+    line = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, KeyboardInterrupt):  # a run says in it which checkpoint it kept and how to go on
+        _print(": ".join(filter(None, ("interrupted", line))))
+        return 128 + signal.SIGINT
+    if isinstance(error, EnvgymError):
+        _print(f"error: {line}")
+        return 2
+    where = "above" if invocation.debug else f"in {_write_traceback(error, invocation.folder)}"
+    _print(f"error: unexpected {type(error).__name__}: {line} (a mistake in envgym; the traceback is {where})")
+    return 1
+
+
+def _missing_extra(error: ModuleNotFoundError, command: str) -> EnvgymError | None:
+    """The error for a package that an extra of ours installs, by envgym's own metadata; None for any other."""
+    module = (error.name or "").partition(".")[0]
+    try:
+        declared = importlib.metadata.requires("envgym") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in declared:
+        match = re.match(r"([\w.-]+).*extra == [\"']([\w-]+)[\"']", requirement)
+        if match and match[2] != "dev" and match[1].replace("-", "_") == module:
+            return missing_package(match[1], match[2], command)
+    return None
+
+
+def _discard_output() -> None:
+    """Let go of standard output, or the interpreter complains when it flushes at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads: a BrokenPipeError may be about another pipe."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no standard output at all
+        return True
+
+
+def _print(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it; the exit status still tells
+        print(f"envgym: {line}", file=sys.stderr, flush=True)
+
+
+def _write_traceback(error: BaseException, folder: Path | None) -> Path:
+    """Write the traceback into the run's folder, else into a temporary file, so that the error stays one line."""
+    import tempfile
+
+    text = "".join(traceback.format_exception(error))
+    if folder is not None and folder.is_dir():
+        path = folder / "error.log"
+        with contextlib.suppress(OSError):  # the disk may be what went wrong: then the temporary folder
+            path.write_text(text, encoding="utf-8")
+            return path
+    with tempfile.NamedTemporaryFile("w", prefix="envgym-", suffix=".log", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    return Path(file.name)

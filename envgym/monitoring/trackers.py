@@ -1,0 +1,256 @@
+"""Experiment trackers, beside `metrics.jsonl`: TensorBoard, Weights & Biases, SwanLab (`report_to`).
+
+Each is an optional package, imported when it is used. All contact with it is on a thread of its own, so that a server
+that does not answer holds nobody up, and a run never ends because of one: failures are noted once and counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import queue
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envgym.disk import write_atomically
+from envgym.errors import EnvgymError, MissingDependency
+
+CLOSE_SECONDS = 60.0
+"""Seconds that the end of a run waits for what a tracker still has to send."""
+START_SECONDS = 60
+"""Seconds that Weights & Biases has to answer at the start of a run."""
+FLUSH_SECONDS = 10
+"""Age at which TensorBoard's event files are written out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What is known of a run before its first step.
+
+    id      the same before and after a resume
+    name    the run's, with the stage's behind it where there are several; `group` is the run's alone
+    folder  the stage's; a tracker that writes files does so in a sub-folder of its own name
+    config  every setting
+    step    the last step that is done already: 0, or where a resumed run goes on from
+    """
+
+    id: str
+    name: str
+    group: str
+    project: str
+    folder: Path
+    config: Mapping[str, Any]
+    step: int = 0
+
+
+class Tracker(ABC):
+    """One tracker. All calls come from one thread, and may block and raise."""
+
+    @abstractmethod
+    def open(self, run: RunInfo) -> str:
+        """Begin, or go on with the run of this id. Returns where people find it, empty where the package prints it."""
+
+    @abstractmethod
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Record a step's numbers, by name."""
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """End the run as `completed`, `stopped` or `failed`. Returns when everything is written or sent."""
+
+
+class TensorBoard(Tracker):
+    """Event files in the run folder, written by TensorBoard's own package, without torch or TensorFlow."""
+
+    def open(self, run: RunInfo) -> str:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer: Any = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
+        if run.step:  # forget the steps after the checkpoint that the run goes on from: they are taken again
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
+        return f"tensorboard --logdir {run.folder.parent}"
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self, status: str) -> None:
+        self._writer.close()
+
+
+class WandB(Tracker):
+    """Weights & Biases. `WANDB_MODE=offline` keeps everything in the run folder; its other variables hold as well.
+
+    A resumed run continues its record. Steps that it takes again are skipped: W&B takes no step twice.
+    """
+
+    def open(self, run: RunInfo) -> str:
+        import wandb
+
+        online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
+        if online and not wandb.login(prompt=False):  # it would ask for a key, on a terminal where nobody may be
+            raise EnvgymError("no API key is known: type `wandb login` once, or set WANDB_MODE=offline")
+        self._run: Any = wandb.init(
+            id=run.id,
+            resume="allow",
+            name=run.name,
+            group=run.group,
+            project=os.environ.get("WANDB_PROJECT", run.project),
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS),
+        )
+        self._last_step = self._run.step - 1 if self._run.resumed else -1
+        return str(self._run.url) if online else f"offline; send it with: wandb sync {run.folder}/wandb/offline-run-*"
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step > self._last_step:
+            self._run.log(dict(numbers), step=step)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "completed" else 1)
+
+
+class SwanLab(Tracker):
+    """SwanLab. `SWANLAB_MODE=offline` keeps everything in the run folder; its other variables hold as well.
+
+    A resumed run continues its record online; offline it writes another folder of the same id.
+    """
+
+    def open(self, run: RunInfo) -> str:
+        import swanlab
+
+        # Never ask on a terminal where nobody may be; what is printed there is the display's.
+        settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
+        self._swanlab: Any = swanlab
+        swanlab.init(
+            id=run.id,
+            resume="allow",
+            name=run.name,
+            group=run.group,
+            project=settings.project.name or run.project,
+            log_dir=str(run.folder / "swanlab"),
+            config=dict(run.config),
+            settings=settings,
+        )
+        return ""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(numbers), step=step)
+
+    def close(self, status: str) -> None:
+        state = {"completed": "success", "stopped": "aborted", "failed": "crashed"}[status]
+        self._swanlab.finish(state=state, error=None if status == "completed" else f"the run {status}")
+
+
+TRACKERS: dict[str, Callable[[], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "swanlab": SwanLab}
+"""The trackers that `report_to` may name. Each name is that of its package, and of the extra that installs it."""
+
+
+class Trackers:
+    """The trackers of one stage. `note` gets one line for each place they write to and each kind of failure."""
+
+    def __init__(self, names: Sequence[str], run: RunInfo, note: Callable[[str], None]) -> None:
+        self._threads = [_Thread(name, run, note) for name in names]
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Hand on a step's numbers. Returns at once."""
+        step, numbers = int(record["step"]), numbers_of(record)
+        for thread in self._threads:
+            thread.submit(lambda tracker: tracker.log(step, numbers))
+
+    def close(self, status: str) -> None:
+        """Wait until everything is written or sent, for `CLOSE_SECONDS` at most."""
+        for thread in self._threads:
+            thread.submit(lambda tracker: tracker.close(status))
+            thread.submit(None)
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """The number of failures, by tracker."""
+        return {thread.name: {"failures": thread.failures} for thread in self._threads}
+
+
+class _Thread:
+    """One tracker and the thread on which everything it does happens, in order."""
+
+    def __init__(self, name: str, run: RunInfo, note: Callable[[str], None]) -> None:
+        self.name = name
+        self.failures = 0
+        self._note = note
+        self._work: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self.submit = self._work.put
+        self._thread = threading.Thread(target=self._run, args=(run,), name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._fail(f"has not ended within {seconds:g} s; what it had not sent by then may be missing")
+
+    def _run(self, run: RunInfo) -> None:
+        try:
+            tracker = TRACKERS[self.name]()
+            if place := tracker.open(run):
+                self._note(f"{self.name}: {place}")
+        except Exception as error:  # a login that fails, a server that is down, a library that changed
+            self._fail(f"could not be started, and gets nothing of this run: {_first_line(error)}")
+            return
+        while (work := self._work.get()) is not None:
+            try:
+                work(tracker)
+            except Exception as error:
+                self._fail(f"fails: {_first_line(error)}")
+
+    def _fail(self, reason: str) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            self._note(f"{self.name} {reason} (the run goes on; its numbers are in metrics.jsonl)")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise `MissingDependency`, with the command that installs it, for a tracker whose package is not there."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependency(
+                f"report_to={name} needs the package {name!r}, which is not installed: pip install 'envgym[{name}]'"
+            )
+
+
+def run_id(folder: Path) -> str:
+    """The id under which trackers know a run, the same before and after a resume: 21 letters and digits, kept in the
+    run's folder."""
+    file = folder / "tracker_id"
+    if not file.exists():
+        write_atomically(file, uuid.uuid4().hex[:21])
+    return file.read_text(encoding="utf-8").strip()
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The part of a record that can be drawn: its finite numbers, the ends of intervals as `NAME/low` and `NAME/high`,
+    and the number of alarms."""
+    numbers: dict[str, float] = {"alarms": float(len(record.get("alarms", ())))}
+    for name, value in record.items():
+        if name.endswith("ci95") and value is not None:
+            numbers |= {f"{name}/low": value[0], f"{name}/high": value[1]}
+        elif isinstance(value, int | float) and math.isfinite(value) and name != "step":
+            numbers[name] = float(value)
+    return numbers
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return line if isinstance(error, EnvgymError) else f"{type(error).__name__}: {line}"
