@@ -36,7 +36,7 @@ async def _play(subject: Subject) -> None:
 
 
 def can_go_on(subject: Subject) -> bool:
-    """Whether more episodes would tell anything: none hung, and some took a turn."""
+    """True if more episodes would show anything: none hung, and some took a turn."""
     played = subject.episodes
     return not any(episode.hangs for episode in played) and any(episode.turns for episode in played)
 

@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def is_much(self) -> bool:
-        """Whether it is more than can come about without the answers being handed out."""
+        """True if it is more than can come about without the answers being handed out."""
         return self.share - self.by_chance >= SHARE * (1 - self.by_chance) > 0
 
     def p(self, rng: random.Random) -> float:

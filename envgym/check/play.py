@@ -59,22 +59,22 @@ class Played:
 
     @property
     def ended(self) -> bool:
-        """Whether the environment ended it."""
+        """True if the environment ended it."""
         return bool(self.turns) and (self.turns[-1].terminated or self.turns[-1].truncated)
 
     @property
     def hangs(self) -> bool:
-        """Whether a call took longer than it may."""
+        """True if a call took longer than it may."""
         return isinstance(self.error, CallTimeout) or isinstance(self.close_error, CallTimeout)
 
     @property
     def wrong_types(self) -> bool:
-        """Whether it stopped because something was returned that is not Gymnasium's."""
+        """True if it stopped because something was returned that is not Gymnasium's."""
         return isinstance(self.error, InvalidStep | ResetNeeded)
 
     @property
     def no_service(self) -> bool:
-        """Whether it stopped because the environment could not say anything of the policy."""
+        """True if it stopped because the environment could not judge the policy."""
         return isinstance(self.error, InvalidOutcome)
 
     def problem(self) -> str:

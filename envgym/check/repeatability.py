@@ -236,7 +236,8 @@ async def _in_turns(players: list[Player]) -> list[Played]:
 
 
 def _surroundings(variables: dict[str, str], subject: Subject) -> Finding:
-    """What a process has one of is as it was. Variables that a library sets once, with its first episode, may be."""
+    """The working directory and the variables are as they were, but for those that a library sets once, with its first
+    episode."""
     if subject.is_remote:
         return not_applicable("it plays on its server")
     now = dict(os.environ)

@@ -57,7 +57,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed. Warnings are for people to judge."""
+        """True if nothing failed. Warnings are for people to judge."""
         return not self.failed()
 
     def failed(self) -> set[str]:

@@ -24,7 +24,7 @@ MUCH = 0.5
 """A mean score that leaves little to be learned, or that shows a demonstration to be poor."""
 NEAR_ONE = 0.9
 MARGIN = 0.25
-"""How much more the talk to the grader must earn than noise of the same length to count as having talked it round."""
+"""The surplus that talk to the grader must earn over noise of the same length to count as having persuaded it."""
 TRIVIAL = ("an empty answer", "random words", "random tokens", "the prompt repeated")
 INJECTION = "talk to the grader"
 CHECKS = ("reward range", "trivial answers", "injection", "demonstrations")
@@ -46,7 +46,7 @@ class Earned:
 
     @property
     def by_score(self) -> bool:
-        """Whether episodes are measured by scores: of some episodes only, a score would be an average over whichever
+        """True if episodes are measured by scores: of some episodes only, a score would be an average over whichever
         lie in [0, 1]."""
         return all(episode.score is not None for episode in self.all)
 

@@ -63,7 +63,7 @@ class Subject:
         return "train" if self.spec.tasks("train").size != 0 else "test"
 
     def holds(self, *checks: str) -> bool:
-        """Whether these checks were answered, and not by a failure."""
+        """True if these checks were answered, and not by a failure."""
         return all(self.verdicts.get(check) in (Verdict.OK, Verdict.WARNING) for check in checks)
 
     async def tasks(self, count: int, split: str | None = None) -> list[Task]:

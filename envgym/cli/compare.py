@@ -87,7 +87,7 @@ def _p(value: float) -> str:
 
 
 def _flipped(flips: Sequence[Any]) -> list[str]:
-    """Which tasks flipped, for the better and for the worse."""
+    """The tasks that flipped, for the better and for the worse."""
     lines = []
     for word, chosen in (
         ("now done", [f for f in flips if f.b > f.a]),

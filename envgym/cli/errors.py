@@ -94,7 +94,7 @@ def _discard_output() -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads: a BrokenPipeError may be about another pipe."""
+    """True if standard output is a pipe that nobody reads: a BrokenPipeError may be about another pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

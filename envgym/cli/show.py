@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COUNT = 4
 """Episodes that are shown unless told otherwise."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey instead of showing it."""
+"""Characters that a terminal would obey instead of showing them."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -140,7 +140,7 @@ def _who(message: Message) -> str:
 
 
 def _end(episode: Episode) -> str:
-    """How it ended: `reward 1, score 1; read as '46', wanted '46'; completed, 12 tokens in 1 turn`."""
+    """The end of an episode: `reward 1, score 1; read as '46', wanted '46'; completed, 12 tokens in 1 turn`."""
     numbers = {"reward": episode.reward, "score": episode.score} | episode.metrics
     parts = [", ".join(f"{name} {value:g}" for name, value in numbers.items() if value is not None) or "no reward"]
     answers = [f"read as {episode.answer!r}"] if episode.answer is not None else []

@@ -1,4 +1,4 @@
-"""What a run or an evaluation comes to: the words at its end, and a picture of how it went."""
+"""The result of a run or an evaluation in words, and a picture of its course."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW_SHARE = 0.1
 
 Evaluation = Mapping[str, Any]
 Line = tuple[str, str]
-"""What a line is about, and what it says."""
+"""The subject of a line, and its text."""
 
 
 def duration(seconds: float) -> str:
@@ -43,7 +43,7 @@ def score(evaluation: Evaluation) -> str:
 
 
 def tasks_behind(evaluation: Evaluation) -> int:
-    """How many tasks are behind what `score` says."""
+    """The number of tasks behind `score`."""
     reward: Mapping[str, int] = evaluation.get("reward", {})
     return int(evaluation["n_tasks"] or reward.get("n_tasks", 0))
 
@@ -178,7 +178,7 @@ def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _split(seconds: Mapping[str, float]) -> str:
-    """Where the time went, in shares of the whole; `other` is what lies between the phases, and ending the workers."""
+    """The phases' shares of the whole time; `other` is what lies between them, and ending the workers."""
     total = seconds["total"]
     if not total:
         return "none"

@@ -32,7 +32,7 @@ FLUSH_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """The description of a run before its first step.
 
     id      the same before and after a resume
     name    the run's, with the stage's behind it where there are several; `group` is the run's alone

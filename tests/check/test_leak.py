@@ -32,6 +32,7 @@ def arithmetic(rng, tasks=160):
     return name, texts, [written(OPERATIONS[name](a, b)) for a, b in pairs]
 
 
+@pytest.mark.slow
 def test_arithmetic_raises_no_alarm():
     """Small numbers are in their own sums, and one of two numbers is the larger: neither is given away."""
     rng = random.Random(0)
@@ -70,6 +71,7 @@ def test_an_answer_to_be_picked_out_of_a_text_is_a_warning():
     assert verdict(texts, [rng.choice(row) for row in rows]).verdict == "warning"
 
 
+@pytest.mark.slow
 def test_the_p_values_are_no_smaller_than_they_may_be():
     """Answers handed out at random: whatever rule looks for them, a p below 5% comes in 5% of cases at most."""
     rng = random.Random(3)

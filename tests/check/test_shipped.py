@@ -13,8 +13,8 @@ from envgym.check import Verdict, check_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHIPPED = sorted(entry.name for entry in entry_points(group="envgym.envs") if entry.value.startswith("envgym."))
-QUICK = {"math_verify-v0", "gymnasium-v0", "tool_use-v0", "judge-v0"}
-"""The others start processes for all that they do, and are slow."""
+QUICK = {"judge-v0"}
+"""One that needs a service. The others are slow."""
 NEED = {
     "judge-v0": lambda url: {"judge": {"base_url": f"{url}/v1", "model": "m"}},
     "reward_model-v0": lambda url: {"endpoints": f"{url}/get_reward"},

@@ -1,6 +1,7 @@
 """Environments that are broken on purpose: each fails the check for its own reason, and no other.
 
-The animals are in `tests/zoo`. A few stand for all in the quick tests.
+The animals are in `tests/zoo`. The quick tests ask most of them one question, in this process; the slow ones examine
+each as a whole, as `envgym envs check` does.
 """
 
 import asyncio
@@ -10,11 +11,15 @@ import pytest
 
 from envgym.check import Finding, Verdict, check_environment
 from envgym.check.run import GROUPS
+from envgym.check.subject import Subject
 from envgym.errors import EnvgymError
+from envgym.registry import spec
+from envgym.services import start_services
 
 ZOO = Path(__file__).parents[1] / "zoo"
+CHECKS = [check for group in GROUPS for check in group]
 
-QUICK = {
+FAILING = {
     "tasks.py:OverlappingSplits": ("splits", "10 of 40 held-out tasks are also among 60"),
     "returns.py:TextReward": ("types", "a reward is a number or None, not '1.0'"),
     "returns.py:HoldsTheLoopForGood": ("episodes", "held for good in step"),
@@ -26,8 +31,6 @@ QUICK = {
     "rewards.py:PaysForSilence": ("trivial answers", "an empty answer earns the full score"),
     "endings.py:HoldsTheLoop": ("event loop", "step holds up all other episodes for"),
     "endings.py:LeavesAProcess": ("left behind", "6 processes more (sleep 1000)"),
-}
-SLOW = {
     "tasks.py:SettingsThatGrow": ("settings", '"size": 4'),
     "tasks.py:DuplicateIds": ("tasks", "ids of train that several tasks have: 21"),
     "returns.py:TrustsThePolicy": ("episodes", "step raised ValueError: invalid literal for int()"),
@@ -77,6 +80,15 @@ SLOW = {
     "endings.py:NoSchema": ("tools", "there is no type 'str'"),
     "endings.py:TrustsToolCalls": ("tools", "KeyError: 'no_such_tool'"),
 }
+NEED_A_PROCESS = {
+    "returns.py:HoldsTheLoopForGood", "returns.py:SwallowsItsEnd", "returns.py:HangsInReset",
+    "returns.py:HangsOnItsThread", "returns.py:EndsTheProcess", "returns.py:Exits", "repeats.py:OrderOfASet",
+    "repeats.py:WritesVariables", "endings.py:LeavesAProcess", "endings.py:LeavesAThread", "endings.py:LeavesAFile",
+    "endings.py:LeavesAPool", "endings.py:CloseHangs",
+}  # fmt: skip
+"""Animals that would end this process, hold it up, or leave something in it."""
+QUICK = {"returns.py:HoldsTheLoopForGood", "repeats.py:OrderOfASet", "endings.py:LeavesAProcess"}
+"""Examined as a whole in the quick tests too, for what only processes have."""
 WARNED_OF = {
     "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
     "rewards.py:NeverPays": ("reward range", "nothing that was tried was ever rewarded"),
@@ -96,17 +108,20 @@ def finding(report, check) -> Finding:
     return found
 
 
-@pytest.mark.parametrize("animal", ["healthy.py:Sums", pytest.param("healthy.py:BlockingSums", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("animal", ["healthy.py:Sums", "healthy.py:BlockingSums"])
 def test_a_healthy_one_passes_every_check(animal):
     report = examine(animal)
     assert [str(finding) for finding in report.findings if finding.verdict not in ("ok", "not applicable")] == []
     assert [f.check for f in report.findings if f.verdict is Verdict.NOT_APPLICABLE] == ["tools"]
-    assert [finding.check for finding in report.findings] == [check for group in GROUPS for check in group]
+    assert [finding.check for finding in report.findings] == CHECKS
 
 
-@pytest.mark.parametrize("animal", [*QUICK, *(pytest.param(animal, marks=pytest.mark.slow) for animal in SLOW)])
+@pytest.mark.parametrize(
+    "animal", [animal if animal in QUICK else pytest.param(animal, marks=pytest.mark.slow) for animal in FAILING]
+)
 def test_each_fails_for_its_own_reason(animal):
-    check, said = (QUICK | SLOW)[animal]
+    check, said = FAILING[animal]
     report = examine(animal)
     assert not report.passed
     assert report.failed() == {check}, "\n".join(map(str, report.findings))
@@ -114,10 +129,41 @@ def test_each_fails_for_its_own_reason(animal):
     assert finding(report, check).advice
 
 
+def ask(animal, check):
+    """The finding of one check, in this process, as if all before it had gone well."""
+    settings = {"size": 3} if "Settings" in animal else {}
+    [(group, run)] = [(group, run) for group, run in GROUPS.items() if check in group]
+
+    async def main():
+        subject = Subject(spec(f"{ZOO}/{animal}", **settings), f"{ZOO}/{animal}", settings)
+        subject.verdicts = dict.fromkeys(CHECKS, Verdict.OK)
+        async with start_services(subject.spec):
+            return dict(zip(group, await run(subject), strict=True))[check]
+
+    return asyncio.run(main())
+
+
+QUESTIONS = [(animal, *FAILING[animal], Verdict.FAILED) for animal in FAILING if animal not in NEED_A_PROCESS]
+QUESTIONS += [(animal, *asked, Verdict.WARNING) for animal, asked in WARNED_OF.items() if asked[0] != "reward range"]
+
+
+@pytest.mark.parametrize(("animal", "check", "said", "verdict"), QUESTIONS)
+def test_the_check_that_looks_for_it_finds_it(animal, check, said, verdict):
+    found = ask(animal, check)
+    assert found.verdict is verdict
+    assert said in found.found
+    assert found.advice
+
+
+def test_a_healthy_one_gives_each_check_nothing_to_find():
+    """But for the comparison with another process."""
+    found = {check: ask("healthy.py:Sums", check) for group in GROUPS for check in group[:1] if check != "process"}
+    assert {check: finding.verdict for check, finding in found.items()} == dict.fromkeys(found, Verdict.OK)
+
+
 def test_every_check_has_an_animal_that_fails_it():
     """But for those that only ever warn."""
-    checks = {check for group in GROUPS for check in group}
-    assert {check for check, _ in (QUICK | SLOW).values()} == checks - {"latency", "reward range"}
+    assert {check for check, _ in FAILING.values()} == set(CHECKS) - {"latency", "reward range"}
 
 
 @pytest.mark.slow

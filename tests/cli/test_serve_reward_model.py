@@ -186,6 +186,7 @@ def test_our_client_asks_it(server, expected):
     assert "answers 422" in str(failure)
 
 
+@pytest.mark.slow
 def test_a_dead_model_ends_the_server_with_one_line(tiny_reward_model, tmp_path):
     (tmp_path / "token").write_text("my-own-token\n")
     server = Server(tiny_reward_model, tmp_path, "--token-file", str(tmp_path / "token"))

@@ -94,7 +94,7 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
 
 
 async def _result(console: Console, spec: EnvSpec, played: Played) -> None:
-    """What the episode came to, judged as a group of one where the environment judges groups."""
+    """Print the result, judged as a group of one where the environment judges groups."""
     from envgym.check.play import judged
 
     how = "terminated" if played.turns[-1].terminated else "truncated"
