@@ -11,7 +11,7 @@ from envgym.engines.base import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Observation, Outcome, Task, Turn
+from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn
 
 from .multi_turn import closing
 
@@ -70,14 +70,14 @@ class Chat(Agent):
             if self.config.max_tokens is not None:
                 left = self._left(self.config.max_tokens, replies)
                 if left < 1:
-                    return Outcome.truncated("tokens")
+                    return Outcome.truncated(Limit.TOKENS)
                 overrides["max_tokens"] = min(overrides.get("max_tokens", engine.sampling.max_tokens), left)
             try:
                 reply = await engine.chat(transcript.messages, tools if self.config.tools else (), overrides)
             except PromptTooLong:
                 if not replies:
                     raise
-                return Outcome.truncated("context")
+                return Outcome.truncated(Limit.CONTEXT)
             replies.append(reply)
             row.turns.append(Turn(None, reply.stop_reason))
             transcript.messages.append(reply.message)
@@ -88,7 +88,7 @@ class Chat(Agent):
             if terminated:
                 return Outcome.completed()
             if truncated or len(replies) == self.config.max_turns:
-                return Outcome.truncated("environment" if truncated else "turns")
+                return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
             tools = observation.tools or tools
 
     def _left(self, budget: int, replies: list[ChatReply]) -> int:

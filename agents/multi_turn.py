@@ -11,7 +11,7 @@ from pydantic import Field
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Message, Observation, Outcome, Task
+from envgym.types import Action, Limit, Message, Observation, Outcome, Task
 
 from .token_level import TokenLevel, TokenLevelConfig
 
@@ -54,7 +54,7 @@ class MultiTurn(TokenLevel):
                 transcript.messages = [*dialogue.messages, *closing(observation)]
                 if terminated:
                     return Outcome.completed()
-                return Outcome.truncated("environment" if truncated else "turns")
+                return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
             extension = dialogue.add_observation(observation)
             if extension.fork:
                 transcript.begin(extension.token_ids)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Outcome, Task
+from envgym.types import Action, Limit, Outcome, Task
 
 from .multi_turn import closing
 from .token_level import TokenLevel
@@ -29,4 +29,4 @@ class SingleTurn(TokenLevel):
         observation, reward, terminated, _, info = await env.step(action)
         transcript.paid(reward, info)
         transcript.messages = [*dialogue.messages, *closing(observation)]
-        return Outcome.completed() if terminated else Outcome.truncated("turns")
+        return Outcome.completed() if terminated else Outcome.truncated(Limit.TURNS)

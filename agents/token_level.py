@@ -11,7 +11,7 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
 from envgym.rollout.transcript import OutOfBudget, Transcript
-from envgym.types import Episode, Outcome, Task
+from envgym.types import Episode, Limit, Outcome, Task
 
 
 class TokenLevelConfig(AgentConfig):
@@ -42,5 +42,5 @@ class TokenLevel(Agent):
         except OutOfBudget as limit:
             outcome = Outcome.truncated(limit.reason)
         except TurnRefused:
-            outcome = Outcome.truncated("template")
+            outcome = Outcome.truncated(Limit.TEMPLATE)
         return transcript.episode(task, outcome)

@@ -94,11 +94,11 @@ def measured(kind: str, n: int) -> dict[str, float]:
 
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import Generation, Request, SamplingParams
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout.runner import Play, Runner
+    from envgym.rollout.config import RolloutConfig
+    from envgym.rollout.runner import Runner, SamplingPlan
     from envgym.types import Message, StopReason, Task, VersionSpan
 
     class Waits(Env):
@@ -138,7 +138,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
     )
     tasks = [Task(f"t{index}") for index in range(n)]
     began, cpu_began = time.perf_counter(), time.process_time()
-    groups = asyncio.run(runner.play(tasks, Play("p", SamplingParams(max_tokens=8), 1)))
+    groups = asyncio.run(runner.play(tasks, SamplingPlan("p", SamplingParams(max_tokens=8), 1)))
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     assert all(episode.reward and len(episode.rows[0].turns) == STEPS for g in groups for episode in g.episodes)
     assert threading.active_count() < 50, "threads are left"

@@ -89,7 +89,6 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     """Seconds a round of one case takes: playing it, and the whole."""
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.episodes.parquet import write_rollouts
@@ -97,7 +96,8 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout.runner import Play, Runner
+    from envgym.rollout.config import RolloutConfig
+    from envgym.rollout.runner import Runner, SamplingPlan
     from envgym.types import Message, Task
     from envgym.workers.local import LocalRuntime
 
@@ -136,7 +136,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         )
         learner = GRPO(GRPO.Config(name="grpo"))
         n = min(MOST_TRAJECTORIES, MOST_TURNS // turns, MOST_TOKENS // tokens) // GROUP_SIZE
-        play = Play("p", SamplingParams(max_tokens=sampled, stop_token_ids=renderer.stop_token_ids), GROUP_SIZE)
+        play = SamplingPlan("p", SamplingParams(max_tokens=sampled, stop_token_ids=renderer.stop_token_ids), GROUP_SIZE)
         playing, whole = [], []
         gc.collect()
         gc.freeze()  # as a run does

@@ -28,7 +28,7 @@ from typing import Any
 
 from record import RESULTS, ROOT, conditions, fill_docs, store, table
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.training.run_folder import RunFolder, stage_folders
 
 NAME = "learning_curves"
@@ -151,7 +151,7 @@ def envgym(*words: str) -> str:
 
 def outcome(run: Run, folder: Path) -> dict[str, Any]:
     """A run's curve and summary; stages follow one another on one axis of steps."""
-    stages = stage_folders(folder, resolve(file=folder / "config.yaml"))
+    stages = stage_folders(folder, resolve(file=folder / "config.yaml").learners)
     summaries = [stage.read_summary() or {} for stage in stages]
     reward, score, alarms, before = [], [], [], 0
     for stage in stages:

@@ -143,8 +143,8 @@ def measured(row: str, n_turns: int) -> dict[str, Any]:
 def starter() -> Path:
     """The folder of the starter policy, made now if it never was."""
     from envgym.isolation import event_loop
-    from envgym.models.resolve import make_model
     from envgym.monitoring.display import Display
+    from envgym.training.find_model import make_model
 
     return event_loop.run(make_model("starter", Display()))
 
@@ -188,12 +188,12 @@ def tell(said: dict[str, Any]) -> None:
 async def ours(job: dict[str, Any], folder: Path) -> None:
     """Play rollouts, and leave what the engine was asked for the other side."""
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
     from envgym.render import load_tokenizer, make_renderer
-    from envgym.rollout.runner import Play, Runner
+    from envgym.rollout.config import RolloutConfig
+    from envgym.rollout.runner import Runner, SamplingPlan
     from envgym.types import Observation
     from envgym.workers.local import LocalRuntime
 
@@ -219,7 +219,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
         context = (await engine.info()).max_model_len
         agent = MultiTurn(renderer, MultiTurnConfig())
         runner = Runner(spec, agent, engine, RolloutConfig(), max_model_len=context, seed=0, deterministic=False)
-        play = Play("train", SamplingParams(max_tokens=job["max_tokens"], stop_token_ids=stop), GROUP_SIZE)
+        play = SamplingPlan("train", SamplingParams(max_tokens=job["max_tokens"], stop_token_ids=stop), GROUP_SIZE)
         gc.collect()
         gc.freeze()  # as a run does
         tell({})

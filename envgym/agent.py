@@ -1,4 +1,4 @@
-"""What an agent is: it turns a policy into actions, tokens in and tokens out, and writes down what happened."""
+"""The agent's interface: it turns a policy into actions, tokens in and tokens out, and records what happened."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Agent(ABC):
     samples: ClassVar[bool] = True
     """False for agents that replay recorded answers: no engine is started for them."""
     speaks: ClassVar[Literal["tokens", "messages"]] = "tokens"
-    """What it asks an engine with: tokens (`generate`), or messages (`chat`), which every API takes."""
+    """The form of its requests to an engine: tokens (`generate`), or messages (`chat`), which every API takes."""
     by_messages: ClassVar[Mapping[str, Any] | None] = None
     """Name and settings of the agent that plays the same way by messages, its own settings kept beside these. Not
     inherited: a subclass may play otherwise."""

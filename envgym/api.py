@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config.schema import resolve
+from .config.resolve import resolve
+from .config.words import merge, nested
 from .monitoring.display import Display
 from .monitoring.terminal import open_display
 
@@ -45,9 +46,5 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested ones."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
-        *outer, last = key.split(".")
-        target = result
-        for part in outer:
-            target = target.setdefault(part, {})
-        target[last] = value
+        result = merge(result, nested(key, value))
     return result

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,31 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError:
         temporary.unlink(missing_ok=True)  # the disk is full: not with this
         raise
+
+
+@contextlib.contextmanager
+def unfinished(final: Path) -> Iterator[Path]:
+    """A folder to make `final` in, which lies beside it and is deleted at the end. So are those that processes of this
+    machine have left beside it that were killed."""
+    suffix = f"{socket.gethostname()}.{{}}.unfinished"
+    for abandoned in final.parent.glob(f"*.{suffix.format('*')}"):
+        if not Path("/proc", abandoned.name.split(".")[-2]).exists():
+            shutil.rmtree(abandoned, ignore_errors=True)
+    folder = final.with_name(f"{final.name}.{suffix.format(os.getpid())}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, final: Path) -> None:
+    """Give a folder that is whole its name, unless another process has made the same meanwhile."""
+    try:
+        os.replace(folder, final)
+    except OSError:
+        if not final.is_dir():
+            raise
 
 
 def flush_to_disk(folder: Path, *, deep: bool = True) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 class EnvgymError(Exception):
@@ -16,13 +19,13 @@ class ConfigError(EnvgymError):
 
 
 class UnknownKey(ConfigError):
-    """A key that there is not. `said` is the message without the hint, which who knows of more settings than those
-    beside it (`known`) can make a better one. Without a hint it says what keys there are."""
+    """An unknown key. `message` is without the hint `near`, so that a caller that knows more settings than those beside
+    it (`known`) can give a better one. Without a hint the error lists the keys there are."""
 
-    def __init__(self, said: str, key: str, near: str, known: Collection[str] = ()) -> None:
+    def __init__(self, message: str, key: str, near: str, known: Collection[str] = ()) -> None:
         there_are = f" There is {', '.join(sorted(known))}." if known else ""
-        super().__init__(f"{said}.{near or there_are}")
-        self.said, self.key, self.near, self.known = said, key, near, known
+        super().__init__(f"{message}.{near or there_are}")
+        self.message, self.key, self.near, self.known = message, key, near, known
 
 
 class DroppedSettings(UserWarning):
@@ -100,11 +103,17 @@ class WorkerDied(WorkerError):
 
 
 def cannot_write(error: OSError) -> str | None:
-    """What an `OSError` says in one line where the disk is full or takes no writes; None for any other."""
+    """The message of an `OSError` in one line where the disk is full or takes no writes; None for any other."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return None
     where = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
     return f"{where}: {error.strerror}"
+
+
+def extended(error: Error, text: str) -> Error:
+    """`error` itself, with whatever it holds; its message now goes on with `text`."""
+    error.args = (f"{error}; {text}", *error.args[1:])
+    return error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from .errors import ConfigError, EnvgymError, NameNotFound, did_you_mean
 
 
 def names_file(name: str) -> bool:
-    """Whether `name` is written as a Python file, with or without `:Name` behind it."""
+    """True if `name` is written as a Python file, with or without `:Name` behind it."""
     return name.endswith(".py") or ".py:" in name
 
 

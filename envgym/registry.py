@@ -37,7 +37,7 @@ _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<versi
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What an id stands for: a class, or `module:attr` that is imported when needed, and default settings."""
+    """An id's environment: a class, or `module:attr` that is imported when needed, and its default settings."""
 
     id: str
     entry_point: str | type
@@ -51,7 +51,7 @@ def register(id: str, entry_point: str | type[Env] | type[EnvSpec] | Callable[..
     """Make `id` stand for an environment: an `Env` or `EnvSpec` subclass, a function that `envgym.reward` decorates, or
     where to find one (`"module:Name"`).
 
-    `kwargs` are settings it has unless told otherwise. Registering an id again replaces it, with a warning.
+    `kwargs` are its settings by default. Registering an id again replaces it, with a warning.
     Raises `ConfigError` for a malformed id, and where a name would have both versions and none.
     """
     id = check_beside(id, _registrations())
@@ -82,7 +82,7 @@ def list_ids() -> list[str]:
 
 
 def is_installed(id: str) -> bool:
-    """Whether an environment of this name, in whatever version, is registered by a package or by this process.
+    """True if an environment of this name, in whatever version, is registered by a package or by this process.
 
     Raises `ConfigError` for a malformed id.
     """
@@ -177,7 +177,7 @@ def env_id(namespace: str | None, name: str, version: int | None) -> str:
 
 
 def find(id: str) -> Registration:
-    """What `id` stands for; without a version the newest, and an older one with a `DeprecationWarning`.
+    """The registration of `id`: without a version the newest, and an older one with a `DeprecationWarning`.
 
     Raises `NameNotFound` (with the nearest name there is) or `VersionNotFound` (with the versions there are).
     """
@@ -216,13 +216,13 @@ def _nearest(namespace: str | None, name: str) -> str:
 
 def _other_scheme(url: str) -> str:
     scheme = url.partition("://")[0]
-    said = f"{scheme}://…: environments are served at http://HOST:PORT/NAME or https://HOST:PORT/NAME (envgym serve)"
+    message = f"{scheme}://…: environments are served at http://HOST:PORT/NAME or https://HOST:PORT/NAME (envgym serve)"
     if scheme in ("ws", "wss"):
-        said += (
+        message += (
             f"; give a server of ours as http{scheme[2:]}://… A WebSocket is how OpenEnv's servers are stepped, whose "
             "protocol is not spoken here: write an Env that calls OpenEnv's own client"
         )
-    return said
+    return message
 
 
 def _build(id: str, target: str | type[Any], kwargs: dict[str, Any]) -> EnvSpec:

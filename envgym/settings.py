@@ -1,14 +1,16 @@
-"""What every group of settings refuses, and one line for it."""
+"""The base of every group of settings, and pydantic's complaints in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from .errors import ConfigError, UnknownKey, did_you_mean
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Settings(BaseModel):
@@ -48,6 +50,14 @@ def _leaves_of_value(value: Any) -> Iterator[Any]:
             yield from _leaves_of_value(part)
     else:
         yield value
+
+
+def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
+    """Build a settings model. Raises `ConfigError`, in one line that begins with `where`."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise settings_error(error, model, where) from None
 
 
 def settings_error(error: ValidationError, model: type[BaseModel], where: str = "") -> ConfigError:

@@ -321,9 +321,26 @@ class Status(StrEnum):
     """Something broke that is not the policy's doing. It is counted and shown; it is never a reward of zero."""
 
 
+class Limit(StrEnum):
+    """The reason of a truncated episode: the limit it ran into. Agents of other packages may name their own."""
+
+    LENGTH = "length"
+    """The last answer was cut at the token budget of a turn (`rollout.max_tokens`)."""
+    TOKENS = "tokens"
+    """The token budget of the episode was used up (`agent.max_tokens`)."""
+    TURNS = "turns"
+    """The agent may take no more turns (`agent.max_turns`)."""
+    CONTEXT = "context"
+    """The model's context was full (`engine.max_model_len`)."""
+    TEMPLATE = "template"
+    """The chat template takes no further turn after what the policy said."""
+    ENVIRONMENT = "environment"
+    """The environment said `truncated`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`status`; `reason` says which limit (truncated) or what kind of failure (failed), in one word or two.
+    """`status`; `reason` is the `Limit` of a truncated episode, or the kind of a failure, in one word or two.
 
     `retryable` and `message` belong to failures.
     """
@@ -339,7 +356,7 @@ class Outcome:
 
     @classmethod
     def truncated(cls, reason: str) -> Outcome:
-        return cls(Status.TRUNCATED, reason)
+        return cls(Status.TRUNCATED, str(reason))
 
     @classmethod
     def failed(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:

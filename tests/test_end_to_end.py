@@ -144,7 +144,7 @@ def test_rollouts_hold_exactly_what_was_sampled(run, tiny_model):
 def test_the_run_folder_holds_the_rest(run, tiny_model, monkeypatch):
     from safetensors.torch import load_file
 
-    from envgym.config.schema import resolve
+    from envgym.config.resolve import resolve
 
     monkeypatch.chdir(run.folder.parents[1])
     config = resolve(file=run.folder / "config.yaml")

@@ -4,10 +4,12 @@ All but the last tests read the sources, so that an import inside a function cou
 """
 
 import ast
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -43,6 +45,12 @@ FOREIGN = {
     },
 }  # fmt: skip
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
+SEE_THE_RUN = ("api.py", "cli", "config", "evaluation", "training")
+"""What may import `RunConfig` and `StageConfig`."""
+OPEN = {
+    ("envgym.registry", "envgym.remote.joined"),
+}
+"""Circles of imports that are still to be opened."""
 RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
 
@@ -148,6 +156,53 @@ def test_nothing_heavy_is_imported_at_module_level_outside_workers(folder):
     assert wrong == []
 
 
+def import_graph():
+    """Which modules of the product import which, inside functions too, but for what only the type checker imports."""
+    found = [path for folder in ("envgym", *LINKED) for path in sources(folder)]
+    paths = {module_of(path).removesuffix(".__init__"): path for path in found}
+    return {module: set(_modules_imported(path, paths)) - {module} for module, path in paths.items()}
+
+
+def _modules_imported(path, known):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for statement in _run_sometime(tree):
+        for name in imported(statement, path) if isinstance(statement, ast.Import | ast.ImportFrom) else ():
+            yield from [module for module in (name, name.rpartition(".")[0]) if module in known][:1]
+
+
+def _run_sometime(node):
+    """The statements below `node`, but for those behind `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _run_sometime(child)
+
+
+def test_no_module_is_imported_by_what_it_imports():
+    graph = {module: {name for name in names if (module, name) not in OPEN} for module, names in import_graph().items()}
+    with contextlib.suppress(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+        pytest.fail("circles are not found")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_only_those_that_run_a_whole_run_see_its_configuration():
+    """Other parts are given their own section of the settings."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for folder in ("envgym", *LINKED)
+        for path in sources(folder)
+        for line, name in imports(path)
+        if name in ("envgym.config.schema.RunConfig", "envgym.config.schema.StageConfig")
+        and path.relative_to(ROOT).parts[:2] not in {("envgym", part) for part in SEE_THE_RUN}
+    ]
+    assert wrong == []
+
+
 # -- names ------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +288,7 @@ def test_every_component_is_configured_without_a_heavy_import():
     program = f"""
 import sys
 from envgym import registry
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 for name in registry.list_ids():
     registry.spec(name)

@@ -21,7 +21,7 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import Renderer
-from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
+from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, StopReason, Task
 
 from .conversation import Conversation
 from .endpoint import Access, Endpoint
@@ -95,7 +95,7 @@ class External(Agent):
         if terminated and conversation.limit is None:
             outcome = Outcome.completed()
         else:
-            outcome = Outcome.truncated(conversation.limit or ("environment" if truncated else "turns"))
+            outcome = Outcome.truncated(conversation.limit or (Limit.ENVIRONMENT if truncated else Limit.TURNS))
         return conversation.episode(task, outcome, reward, info, messages)
 
     async def _answer(self, observation: Observation, task: Task, access: Access) -> str:

@@ -13,7 +13,7 @@ from envgym.engines.base import Generation
 from envgym.errors import TurnRefused
 from envgym.render import Renderer
 from envgym.rollout.transcript import OutOfBudget, Transcript
-from envgym.types import Episode, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
+from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
 
 
 class Branch:
@@ -75,7 +75,7 @@ class Conversation:
             answer = await self._complete(messages, tools, max_tokens)
         except TurnRefused:
             self.limit = "template"
-            raise OutOfBudget("template") from None
+            raise OutOfBudget(Limit.TEMPLATE) from None
         except OutOfBudget:
             raise
         except Exception as error:
@@ -135,7 +135,7 @@ class Conversation:
             self._freed.clear()
             await self._freed.wait()
         if self._left < 1:
-            raise OutOfBudget("tokens")
+            raise OutOfBudget(Limit.TOKENS)
         taken = most if self._left >= most else int(self._left)
         self._left -= taken
         self._reserving += 1

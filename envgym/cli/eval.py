@@ -64,7 +64,7 @@ def _new(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> EvalFolder:
-    from envgym.config.schema import parse_words
+    from envgym.config.words import parse_words
     from envgym.evaluation.folder import find_folder
 
     if any((options.suite, options.env, options.model, options.config, options.name)):

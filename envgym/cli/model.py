@@ -33,8 +33,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         near = did_you_mean(options.name, [*makers, MERGE]) or f" There is {', '.join(makers)}."
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
-    from envgym.models.resolve import make_model
     from envgym.monitoring.terminal import open_display
+    from envgym.training.find_model import make_model
 
     with open_display() as display:
         path = asyncio.run(make_model(options.name, display))

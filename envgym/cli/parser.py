@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_with_folder(self, arguments: Sequence[str], setting: str) -> tuple[argparse.Namespace, str]:
         """The options of a command whose only setting is a folder, and the folder."""
-        from envgym.config.schema import parse_words
+        from envgym.config.words import parse_words
 
         options, words = self.parse_with_words(arguments)
         given = parse_words(words)
@@ -74,8 +74,8 @@ def default_of(setting: str) -> Any:
 
 def _as_setting(option: str) -> str:
     """A hint for `--steps 10`, which elsewhere is how it would be written."""
-    from envgym.config.known_settings import meant
-    from envgym.config.schema import RunConfig, StageConfig, known_keys
+    from envgym.config.known_settings import known_keys, meant
+    from envgym.config.schema import RunConfig, StageConfig
 
     key = option.lstrip("-").replace("-", "_")
     known = {**RunConfig.model_fields, **StageConfig.model_fields}
@@ -98,7 +98,7 @@ def add_run_options(parser: Parser) -> None:
 
 def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     """The settings that `add_run_options` and the words give; a word wins over an option."""
-    from envgym.config.schema import merge, parse_words
+    from envgym.config.words import merge, parse_words
 
     keys = ("env", "model", "learner", "runtime", "name")
     given = {key: value for key in keys if (value := getattr(options, key, None)) is not None}
@@ -107,7 +107,7 @@ def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[st
 
 def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The configuration that they describe."""
-    from envgym.config.schema import resolve
+    from envgym.config.resolve import resolve
 
     recipe, file = getattr(options, "recipe", None), getattr(options, "config", None)
     return resolve(given_settings(options, words), recipe=recipe, file=file)
@@ -122,7 +122,7 @@ def make_spec(name: str, words: Sequence[str]) -> EnvSpec:
 
 def env_settings(name: str, words: Sequence[str]) -> dict[str, Any]:
     """The settings that `make_spec` gives the environment `name`."""
-    from envgym.config.schema import parse_words
+    from envgym.config.words import parse_words
 
     settings: dict[str, Any] = parse_words(words)
     settings.pop("debug", None)

@@ -29,9 +29,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if options.no_token and options.token_file is not None:
         raise ConfigError("--no-token and --token-file contradict each other")
 
-    from envgym.config.schema import parse_words, validated
+    from envgym.config.words import parse_words
     from envgym.services import RewardModel
     from envgym.services.reward_server import serve_model
+    from envgym.settings import validated
 
     settings = parse_words(words)
     settings.pop("debug", None)

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set: only how
     far it goes."""
-    from envgym.config.schema import parse_words
+    from envgym.config.words import parse_words
     from envgym.training.run import resume_config
 
     settings = parse_words(words)

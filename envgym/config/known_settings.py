@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+from envgym.agent import Agent, AgentConfig
+from envgym.errors import EnvgymError
+from envgym.learner import Learner, LearnerConfig
+from envgym.registry import load_component
+from envgym.tasks import DataConfig
+
+from .schema import RunConfig, StageConfig
+from .words import AUTO, COMPONENTS, name_alone
 
 OTHER_NAMES = {
     "learner.lr": ("learning_rate", "actor_lr", "actor_learning_rate", "step_size"),
@@ -56,7 +65,7 @@ OTHER_NAMES = {
     "project": ("wandb_project", "project_name"),
     "name": ("run_name", "experiment_name"),
 }  # fmt: skip
-"""What other programs call a setting."""
+"""Names that other programs have for a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,32 @@ def question(names: Sequence[str]) -> str:
     return f" Did you mean {', '.join(before)}{' or ' if before else ''}{last}?" if last else ""
 
 
-def keys_of(*models: tuple[str, type[BaseModel]]) -> list[str]:
-    """The keys of several models, each behind its prefix, but for those of things that have names of their own."""
+def known_keys(stage: Mapping[str, Any]) -> list[str]:
+    """The keys of every setting of a run with this stage, as users write them. Those of things that have names of
+    their own are left out."""
+    names = {kind: name_alone(stage.get(kind) or {}).get("name") for kind in COMPONENTS}
+    data: dict[str, Any] = {"data": stage["data"]} if stage.get("data") else {}
+    try:  # not of one that is elsewhere, which would have to be asked
+        spec = None if "://" in str(names["env"]) else StageConfig(env=names["env"], learner="", **data).make_spec()
+    except (EnvgymError, ValidationError):  # what it lacks is said where it is needed
+        spec = None
+    agent = spec.agent if spec and names["agent"] == AUTO else names["agent"] or ""
+    models: list[tuple[str, type[BaseModel]]] = [
+        ("", RunConfig),
+        ("learner.", config_class("learner", names["learner"] or "")),
+        ("", StageConfig),
+        ("data.", DataConfig),
+        ("agent.", config_class("agent", agent)),
+        *([] if spec is None else [("env.", type(spec.config))]),
+    ]
     keys = (setting.key for prefix, model in models for setting in settings_of(model, prefix))
     return [key for key in keys if ".NAME." not in key and not key.startswith("env.data.")]  # which is written data.…
+
+
+def config_class(kind: str, name: Any) -> type[BaseModel]:
+    """The settings of a learner or an agent; those that all have, where there is none of that name."""
+    try:
+        component: type[Learner] | type[Agent] = load_component("learner" if kind == "learner" else "agent", name)
+    except EnvgymError:  # a name that is not there any more, or that a later layer replaces
+        return LearnerConfig if kind == "learner" else AgentConfig
+    return component.Config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from envgym.errors import PromptTooLong
+from envgym.errors import ConfigError, PromptTooLong, did_you_mean
 from envgym.types import Message, StopReason, ToolSpec, VersionSpan
 
 
@@ -25,6 +25,34 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    def overridden(self, by: Mapping[str, Any] | None) -> SamplingParams:
+        """These, with the fields that an environment sets for one turn. Raises `ConfigError` for one there is not."""
+        for name in by or ():
+            if name not in self.__dataclass_fields__:
+                hint = did_you_mean(name, self.__dataclass_fields__)
+                raise ConfigError(f"the environment set an unknown sampling parameter {name!r}.{hint}")
+        return replace(self, **by) if by else self
+
+    def within(self, max_model_len: int, prompt: int) -> SamplingParams:
+        """These, with no more tokens than fit into a context of `max_model_len` after a prompt of `prompt` tokens.
+
+        Raises `PromptTooLong` where not one fits.
+        """
+        if prompt >= max_model_len:
+            raise PromptTooLong(
+                f"a prompt of {prompt} tokens leaves no room to answer in a context of {max_model_len}: "
+                "raise max_model_len or shorten the prompt"
+            )
+        return replace(self, max_tokens=min(self.max_tokens, max_model_len - prompt))
+
+
+def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
+    """Raise `PromptTooLong` where a sequence to score is longer than the context."""
+    if len(token_ids) > max_model_len:
+        raise PromptTooLong(
+            f"{len(token_ids)} tokens cannot be scored in a context of {max_model_len}: raise max_model_len"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +119,6 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def close(self) -> None: ...
-
-
-def max_new_tokens(request: Request, max_model_len: int) -> int:
-    """The number of tokens to sample at most: those asked for, cut to what fits after the prompt.
-
-    Raises `PromptTooLong` where not one fits.
-    """
-    prompt = len(request.token_ids)
-    if prompt >= max_model_len:
-        raise PromptTooLong(
-            f"a prompt of {prompt} tokens leaves no room to answer in a context of {max_model_len}: "
-            "raise max_model_len or shorten the prompt"
-        )
-    return min(request.sampling.max_tokens, max_model_len - prompt)
-
-
-def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
-    """Raise `PromptTooLong` where a sequence to score is longer than the context."""
-    if len(token_ids) > max_model_len:
-        raise PromptTooLong(
-            f"{len(token_ids)} tokens cannot be scored in a context of {max_model_len}: raise max_model_len"
-        )
 
 
 @dataclass(frozen=True, slots=True)

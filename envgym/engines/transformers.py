@@ -19,7 +19,7 @@ import transformers
 from envgym.errors import ConfigError, WorkerError
 from envgym.types import StopReason, VersionSpan
 
-from .base import EngineInfo, Generation, Request, SamplingParams, check_fits, max_new_tokens
+from .base import EngineInfo, Generation, Request, SamplingParams, check_fits
 from .model_folder import check_model_folder, end_tokens, read_weights
 
 MAX_BATCH = 256
@@ -112,7 +112,8 @@ class TransformersEngine:
             generator = torch.Generator(self._device).manual_seed(wanted.seed)
         stop = frozenset((*wanted.stop_token_ids, *self._end_tokens))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Sample(request, max_new_tokens(request, self._max_model_len), stop, future, generator))
+        sampling = request.sampling.within(self._max_model_len, len(request.token_ids))
+        self._waiting.append(Sample(request, sampling.max_tokens, stop, future, generator))
         if self._sampling is None or self._sampling.done():
             self._sampling = asyncio.create_task(self._sample_while_busy())
         return await future

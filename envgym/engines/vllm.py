@@ -16,7 +16,7 @@ from typing import Any
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.types import StopReason, VersionSpan
 
-from .base import EngineInfo, Generation, Request, check_fits, max_new_tokens
+from .base import EngineInfo, Generation, Request, check_fits
 from .model_folder import check_model_folder, end_tokens, read_weights
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
@@ -102,7 +102,7 @@ class VLLMEngine:
 
         wanted = request.sampling
         sampling = SamplingParams(
-            max_tokens=max_new_tokens(request, self._max_model_len),
+            max_tokens=request.sampling.within(self._max_model_len, len(request.token_ids)).max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,

@@ -11,13 +11,13 @@ from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner
-from envgym.rollout.runner import Play
+from envgym.rollout.runner import SamplingPlan
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 
 from .result import result_of
 
-Player = Callable[[Sequence[Task], Play], Awaitable[list[Group]]]
+Player = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
 
 
 def has_held_out(spec: EnvSpec, *, needed: bool) -> bool:
@@ -53,17 +53,17 @@ class HeldOut:
 
     async def sampled(self) -> dict[str, Any]:
         """At the training temperature, `config.samples` episodes a task."""
-        groups = await self._play(await self.tasks(), Play("eval", self._sampling, self._config.samples))
+        groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
         return result_of(groups)
 
     async def greedily(self) -> dict[str, Any]:
         """The likeliest token at every place, one episode a task."""
         sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
-        groups = await self._play(await self.tasks(), Play("eval-greedy", sampling, 1))
+        groups = await self._play(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
         return {**result_of(groups), "greedy": True}
 
     async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
         """The learner's metrics of held-out recorded episodes, from the actor's scores of them."""
-        groups = await self._play(await self.tasks(), Play("eval", self._sampling, 1))
+        groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, 1))
         rows = learner.prepare(groups)
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}

@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.config.schema import RunConfig, StageConfig, merge, resolve
+from envgym.config.resolve import resolve
+from envgym.config.schema import RunConfig, StageConfig
+from envgym.config.words import merge
 from envgym.engines.base import SamplingParams
 from envgym.errors import ConfigError
-from envgym.training.launch import sampling_of
 
 from .suite import Sampling, Suite, SuiteEnv
 
@@ -35,7 +36,7 @@ class Part(BaseModel):
 
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Sampling parameters of one turn. Greedily, nothing else is left to choose."""
-        sampling = sampling_of(self.stage, stop_token_ids)
+        sampling = self.stage.rollout.sampling(stop_token_ids)
         if self.env.sampling.temperature != 0:
             return sampling
         return SamplingParams(sampling.max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)

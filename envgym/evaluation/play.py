@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from envgym.config.schema import Component
 from envgym.env import EnvSpec
-from envgym.models.resolve import fetch_model
-from envgym.rollout.runner import Play, Runner
-from envgym.training.launch import Place, make_agent, make_runner, running, set_up, start_sampling
+from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.training.find_model import fetch_model
+from envgym.training.launch import StageContext, make_agent, make_runner, running, set_up, start_sampling
 from envgym.training.run_folder import RunFolder
 from envgym.types import Group, Task
 
@@ -38,7 +38,7 @@ class ReadyPart:
     async def play(self, folder: ResumableFolder, display: Display) -> list[Group]:
         """The groups of all its tasks; those episodes are played that `folder` does not hold."""
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
-        play = Play(self.part.name, sampling, self.part.samples)
+        play = SamplingPlan(self.part.name, sampling, self.part.samples)
         return await self.runner.play(self.tasks, play, display.rollout, kept=folder.kept, on_episode=folder.write)
 
 
@@ -58,7 +58,7 @@ async def ready_parts(
     folder.logs.mkdir(exist_ok=True)
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(running(config, RunFolder(folder.path)))
-        places: dict[str, Place] = {}  # what is played in several ways is set up once
+        places: dict[str, StageContext] = {}  # what is played in several ways is set up once
         prepared = []
         for part in parts:
             key = part.stage.make_spec().to_json()

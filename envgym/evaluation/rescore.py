@@ -24,7 +24,7 @@ from envgym.services import Policy, start_services
 from envgym.tasks import DataEnvSpec
 from envgym.training.launch import make_runner, running
 from envgym.training.run_folder import RunFolder
-from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Status, Task, Turn
+from envgym.types import Action, Episode, Group, Limit, Outcome, Row, Segment, Status, Task, Turn
 
 from .plan import Part
 from .play import ReadyPart
@@ -43,7 +43,7 @@ UNUSED = "unused_turns"
 RECORDING = "recording"
 """Why an episode is truncated whose environment wants more turns than were recorded, and the kind of failure of one
 whose turns cannot be told from its record."""
-LIMITS_OF_THE_POLICY = {"length", "tokens", "context", "turns", "template"}
+LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 """Reasons for which the policy had no more turns, whatever the environment."""
 
 
@@ -101,7 +101,7 @@ class Recorded(Agent):
             turns.append(Turn(None, action.stop_reason))
             transcript.paid(reward, info)
             if terminated or truncated:
-                outcome = Outcome.completed() if terminated else Outcome.truncated("environment")
+                outcome = Outcome.completed() if terminated else Outcome.truncated(Limit.ENVIRONMENT)
                 break
         episode = transcript.episode(task, outcome)
         if len(turns) < len(actions):

@@ -15,7 +15,7 @@ from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
 from envgym.episodes.journal import Journal, Place
-from envgym.errors import DataError, RunError, WorkerError
+from envgym.errors import DataError, RunError, WorkerError, extended
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
@@ -88,7 +88,7 @@ class ResumableFolder:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._leave()) from None
         except WorkerError as error:
-            raise type(error)(f"{error}; {self._leave(keep_logs=True)}") from None  # it names one
+            raise extended(error, self._leave(keep_logs=True)) from None  # it names one
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: {error.strerror or error}; {self._leave()}") from None
         except Exception:

@@ -6,13 +6,17 @@ in its alphabet); digits are never merged, as in the large models' tokenizers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import Field
 
+from envgym.env import EnvSpec
 from envgym.errors import missing_package
+from envgym.hashing import derived_seed
 from envgym.settings import Settings
+from envgym.types import Action, Message, Observation, as_messages
 
 END_OF_TURN = "<|im_end|>"
 START_OF_TURN = "<|im_start|>"
@@ -109,3 +113,29 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
     disable_progress_bar()  # ours is the only one
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
+
+
+async def text_of(spec: EnvSpec, n_tasks: int) -> list[str]:
+    """Texts of an environment: the observations and demonstrations of its first training tasks, and the
+    words every chat template uses."""
+    texts = []
+    tasks = spec.tasks("train")
+    for index in range(n_tasks if tasks.size is None else min(n_tasks, tasks.size)):
+        task = await tasks.get(index)
+        async with spec.of(task).make() as env:
+            observation, _ = await env.reset(seed=index, options={"task": task})
+            turns = spec.of(task).demonstrations(task, derived_seed(0, index))
+            messages = [*_messages(observation)]
+            tools = json.dumps([tool.as_dict() for tool in observation.tools]) if observation.tools else ""
+            for number, turn in enumerate(turns, start=1):
+                messages.append(turn if isinstance(turn, Message) else Message.of("assistant", turn))
+                if number < len(turns):
+                    observation, *_ = await env.step(Action(messages[-1].text, (), messages[-1].tool_calls))
+                    messages += _messages(observation)
+        texts += [f"{message.role}\n{message.text}" for message in (*messages, Message.of("system", tools))]
+        texts += [json.dumps(message.as_dict()["tool_calls"]) for message in messages if message.tool_calls]
+    return texts
+
+
+def _messages(observation: Observation) -> tuple[Message, ...]:
+    return observation.messages or as_messages(observation.text or "")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envgym.disk import unfinished
 from envgym.errors import ConfigError, missing_package
 
+from . import is_path
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
-from .name import is_path
 
 CLASSES = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -28,7 +28,7 @@ def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Call
 
     `base` is a folder or hub id; by default the one that the adapter names. Weights keep the base's number format.
     An adapter that learned on 4-bit weights is merged into those numbers, in the format they were computed with: the
-    policy that learned. `note` is told what the user should know. Raises `ConfigError` in one line.
+    policy that learned. `note` is called with what the user should know. Raises `ConfigError` in one line.
     """
     folder, final = Path(adapter).expanduser(), Path(out).expanduser()
     config = _read_config(folder)
@@ -38,17 +38,14 @@ def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Call
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
     _check_base(base, adapter)
-    unfinished = final.with_name(f"{final.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.mkdir(parents=True)  # first: loading a large base only to find no place for it would be a pity
-        _merged(folder, config, base).save_pretrained(unfinished)
-        if not _save_tokenizer((str(folder), base), unfinished):
-            note(f"{base} has no tokenizer, and so {out} has none")
-        os.replace(unfinished, final)
+        with unfinished(final) as made:  # first: a large base is not loaded in vain
+            _merged(folder, config, base).save_pretrained(made)
+            if not _save_tokenizer((str(folder), base), made):
+                note(f"{base} has no tokenizer, and so {out} has none")
+            os.replace(made, final)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return final
 
 
@@ -141,7 +138,7 @@ def _load_base(base: str, config: Mapping[str, Any], shapes: Mapping[str, Any]) 
 
 
 def _task_of(config: Any) -> str:
-    """What a base is for, where its adapter does not say."""
+    """The task that a base is for, where its adapter does not name one."""
     name = (getattr(config, "architectures", None) or [""])[0]
     endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
     return next((task for ending, task in endings.items() if name.endswith(ending)), "CAUSAL_LM")

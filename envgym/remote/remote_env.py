@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from envgym.env import CheckedEnv, Info, checked_numbers
+from envgym.env import CheckedEnv, Info
+from envgym.env.checked import checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
 from envgym.isolation.deadline import pause_timeouts
 from envgym.types import Action, Observation, Task
@@ -167,9 +168,7 @@ class RemoteEnv(CheckedEnv):
             await self._end_session()
         finally:
             self._leave()
-            if self._has_slot and self.spec._slots is not None:
-                self._has_slot = False
-                self.spec._slots.release()
+            self.leave()
 
     def _leave(self) -> None:
         place, self._place = self._place, None

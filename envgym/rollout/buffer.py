@@ -1,17 +1,23 @@
-"""The buffer: finished groups on their way from the rollout to the learner."""
+"""The buffer: finished groups on their way from the rollout to the learner, and playing tasks until it has enough."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from envgym.config.schema import FilterConfig
 from envgym.errors import RunError
-from envgym.types import Episode, Group
+from envgym.tasks.cursor import TaskCursor
+from envgym.types import Episode, Group, Task
 
+from .config import FilterConfig, RolloutConfig
 from .scores import is_flat
+
+MAX_ROUNDS = 4
+"""Times a step plays tasks without a filter: once, and again where too many groups fell short of members."""
 
 
 class Buffer:
@@ -77,7 +83,7 @@ class Buffer:
 
 
 def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
-    """Why a group of finished episodes is not learned from, in one word; empty where it is.
+    """The reason, in one word, not to learn from a group of finished episodes; empty where there is none.
 
     Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. Rewards stand in for scores where
     a member has none; where all have none, a range of scores cannot be asked for (`RunError`).
@@ -96,3 +102,62 @@ def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
     mean = fmean(scores)
     outside = (low is not None and mean <= low) or (high is not None and mean >= high)
     return "score_range" if outside else ""
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """The groups that were played for a step, of which the buffer kept some, and the rounds that it took."""
+
+    played: list[Group] = field(default_factory=list)
+    kept: int = 0
+    rounds: int = 0
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.played for episode in group.episodes]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a filter."""
+        return {"filter/kept_share": self.kept / len(self.played), "filter/rounds": self.rounds}
+
+    def why_nothing_was_kept(self, config: RolloutConfig) -> str:
+        """The reason that a step has no group at all, for people."""
+        if config.filter.on and any(episode.reward is not None for episode in self.episodes):
+            return (
+                f"rollout.filter kept none of the {len(self.played)} groups of {self.rounds} rounds: the tasks are "
+                "all too hard for the policy, or all solved"
+            )
+        if all(episode.failed or episode.reward is None for episode in self.episodes):
+            return (
+                "no episode has a reward: the environment gave none, and there is nothing to learn from (see rollouts/)"
+            )
+        return "no group of episodes is complete enough to learn from (see rollouts/)"
+
+
+async def fill(
+    buffer: Buffer,
+    cursor: TaskCursor,
+    config: RolloutConfig,
+    play: Callable[[Sequence[Task], int], Awaitable[list[Group]]],
+) -> RolloutBatch:
+    """Play tasks until `buffer` holds `config.tasks` groups, the rounds that a step may have are over, or a first round
+    in which every episode failed, or has no reward where there must be one.
+
+    `play` is given the tasks of a round and its number. Where a filter drops groups, later rounds ask for as many more
+    as this step's own losses make likely, so that a step is not spent on ever smaller rounds; what is then
+    accepted beyond the step's need stays in the buffer for the next one.
+    """
+    batch = RolloutBatch()
+    max_rounds = config.filter.max_rounds if config.filter.on else MAX_ROUNDS
+    while (missing := config.tasks - len(buffer)) > 0 and batch.rounds < max_rounds:
+        count = missing
+        if config.filter.on and batch.played:
+            count = min(config.tasks, math.ceil(missing * len(batch.played) / max(1, batch.kept)))
+        groups = await play(await cursor.next(count), batch.rounds)
+        cursor.observe(groups)
+        batch.kept += buffer.add(groups)
+        batch.played += groups
+        batch.rounds += 1
+        if all(episode.failed or (buffer.needs_reward and episode.reward is None) for episode in batch.episodes):
+            break  # what goes wrong every time does not mend itself: the caller says what it was
+    return batch

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.agent import Agent
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import (
@@ -33,6 +32,7 @@ from envgym.hashing import derived_seed, task_hash
 from envgym.isolation import cancellation
 from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
+from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Task
 
@@ -40,12 +40,22 @@ from .sampler import EpisodeSampler, Waves
 from .scores import reward_as_score, withdraw
 
 Progress = Callable[[int, int, Mapping[str, int]], None]
-"""Told of each episode that ends: how many have, of how many, and how many of them failed, by kind."""
+"""Called at the end of each episode: with the number that have ended, the number of all, and of failures by kind."""
+
+
+FAILURES: dict[type[Exception], str] = {
+    CallTimeout: "timeout",
+    PromptTooLong: "prompt_too_long",
+    WorkerError: "engine",
+    InvalidStep: "invalid_environment",
+    ResetNeeded: "invalid_environment",
+}
+"""Kinds of failed episodes by the errors that end them. Any other error is the environment's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """One way of playing: what to sample with, and a name that keeps its episodes' seeds apart."""
+class SamplingPlan:
+    """A way of playing tasks: episodes a task, sampling parameters, and a name that keeps their seeds apart."""
 
     purpose: str
     sampling: SamplingParams
@@ -53,7 +63,7 @@ class Play:
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
-    """The tasks of one way of playing, by the ids of their groups; `Episode.purpose` reads it back."""
+    """The tasks of one sampling plan, by the ids of their groups; `Episode.purpose` reads it back."""
     return {f"{purpose}/{index:05d}": task for index, task in enumerate(tasks)}
 
 
@@ -86,7 +96,7 @@ class Runner:
     async def play(
         self,
         tasks: Sequence[Task],
-        play: Play,
+        plan: SamplingPlan,
         on_progress: Progress | None = None,
         *,
         kept: Mapping[tuple[str, int], Episode] | None = None,
@@ -103,8 +113,8 @@ class Runner:
         is no score, and that changed it.
         """
         kept, failures = kept or {}, Counter[str]()
-        groups = [Group(id, task, []) for id, task in group_ids(play.purpose, tasks).items()]
-        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(play.group_size))
+        groups = [Group(id, task, []) for id, task in group_ids(plan.purpose, tasks).items()]
+        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(plan.group_size))
         concurrency = self.config.concurrency
         waves = None
         # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
@@ -120,7 +130,7 @@ class Runner:
                 return old
             async with slots:
                 try:
-                    episode = await self._play_member(group, member, play, waves)
+                    episode = await self._play_member(group, member, plan, waves)
                 finally:
                     if waves is not None:
                         waves.leave()
@@ -133,7 +143,7 @@ class Runner:
                     on_progress(done, total, failures)
                 return episode
 
-        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(play.group_size)]
+        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(plan.group_size)]
         try:
             episodes = await asyncio.gather(*jobs)
         finally:
@@ -142,7 +152,7 @@ class Runner:
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
-            group.episodes = episodes[index * play.group_size : (index + 1) * play.group_size]
+            group.episodes = episodes[index * plan.group_size : (index + 1) * plan.group_size]
         judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.samples else []
         changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
         if on_episode is not None:
@@ -154,12 +164,12 @@ class Runner:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
         return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
 
-    async def _play_member(self, group: Group, member: int, play: Play, waves: Waves | None) -> Episode:
+    async def _play_member(self, group: Group, member: int, plan: SamplingPlan, waves: Waves | None) -> Episode:
         """Play a member until an attempt does not fail: each may be retried where the failure may pass, and the group
         as a whole may fill a few places anew."""
         retries = 0
         for attempt in itertools.count():
-            episode = await self._play_once(group, member, attempt, play, waves)
+            episode = await self._play_once(group, member, attempt, plan, waves)
             if not episode.failed or episode.outcome.reason == "prompt_too_long":  # it would be again
                 break
             if episode.outcome.retryable and retries < self.config.retries:
@@ -171,7 +181,9 @@ class Runner:
             group.lost.append(episode)
         return episode
 
-    async def _play_once(self, group: Group, member: int, attempt: int, play: Play, waves: Waves | None) -> Episode:
+    async def _play_once(
+        self, group: Group, member: int, attempt: int, plan: SamplingPlan, waves: Waves | None
+    ) -> Episode:
         task = group.task
         if self._task_hash[0] is not task:  # the members of a group start one after the other
             self._task_hash = (task, task_hash(task))
@@ -185,7 +197,7 @@ class Runner:
             sampler = EpisodeSampler(
                 waves or self.engine,
                 episode_id,
-                play.sampling,
+                plan.sampling,
                 self.max_model_len,
                 derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
             )
@@ -219,7 +231,7 @@ class Runner:
         return episode
 
     async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
-        """What `playing` comes to under the episode's deadline: an environment may raise anything at all."""
+        """The result of `playing` under the episode's deadline: an environment may raise anything at all."""
         deadline = Deadline(self.config.episode_timeout)
         try:
             async with deadline:
@@ -244,14 +256,9 @@ class Runner:
             return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
         if isinstance(error, InvalidOutcome):
             return Outcome.failed(error.kind, message, retryable=error.retryable)
-        if isinstance(error, CallTimeout):
-            return Outcome.failed("timeout", message, retryable=True)
-        if isinstance(error, PromptTooLong):
-            return Outcome.failed("prompt_too_long", message)
-        if isinstance(error, WorkerError):
-            return Outcome.failed("engine", message)
-        if isinstance(error, InvalidStep | ResetNeeded):
-            return Outcome.failed("invalid_environment", message)
+        for expected, kind in FAILURES.items():
+            if isinstance(error, expected):
+                return Outcome.failed(kind, message, retryable=expected is CallTimeout)
         return Outcome.failed(
             "environment", f"{type(error).__name__}: {message}", retryable=bool(getattr(error, "retryable", False))
         )
@@ -322,7 +329,7 @@ def _left_to_itself(spec: EnvSpec) -> Outcome:
 
 
 def as_judgement(verdict: object) -> Judgement | Exception:
-    """What `score_group` said of one episode. Raises `InvalidStep` for what is not a finite number."""
+    """The judgement of `score_group` on one episode. Raises `InvalidStep` for what is not a finite number."""
     if isinstance(verdict, Exception):
         return verdict
     judged = verdict if isinstance(verdict, Judgement) else Judgement(verdict)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
-from envgym.errors import ConfigError, PromptTooLong, did_you_mean
 from envgym.hashing import derived_seed
 from envgym.types import Message, ToolSpec
 
@@ -64,7 +63,7 @@ class Waves:
 
 @dataclass(slots=True)
 class EpisodeSampler:
-    """What an agent samples from: the engine, under the episode's own request ids, seeds and parameters."""
+    """The sampler of an agent: the engine, under the episode's own request ids, seeds and parameters."""
 
     engine: Engine | Waves | ChatEngine
     episode_id: str
@@ -80,13 +79,7 @@ class EpisodeSampler:
 
     async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
         assert not isinstance(self.engine, ChatEngine), "an agent that speaks tokens is given an engine that does"
-        sampling = self._of_this_turn(overrides)
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"a prompt of {len(token_ids)} tokens leaves no room in a context of {self.max_model_len}"
-            )
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        sampling = self._of_this_turn(overrides).within(self.max_model_len, len(token_ids))
         request = Request(f"{self.episode_id}.{self.turn:04d}", tuple(token_ids), sampling)
         self.turn += 1
         return await self.engine.generate(request)
@@ -104,12 +97,5 @@ class EpisodeSampler:
         """The sampling parameters of the next turn."""
         if self.has_ended:
             raise asyncio.CancelledError("the episode is over")
-        sampling = self.sampling
-        if overrides:
-            try:
-                sampling = replace(sampling, **overrides)
-            except TypeError:
-                unknown = next(name for name in overrides if name not in SamplingParams.__dataclass_fields__)
-                hint = did_you_mean(unknown, SamplingParams.__dataclass_fields__)
-                raise ConfigError(f"the environment set an unknown sampling parameter {unknown!r}.{hint}") from None
+        sampling = self.sampling.overridden(overrides)
         return sampling if self.seed is None else replace(sampling, seed=derived_seed(self.seed, self.turn))

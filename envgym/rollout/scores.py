@@ -1,4 +1,4 @@
-"""What stands in for scores that an environment does not give: its rewards, as scores where they all lie in [0, 1]."""
+"""Rewards in place of scores that an environment does not give, where they all lie in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from envgym.types import Episode
 
 ROUNDING = 1e-6
-"""How far outside [0, 1] a reward may be from adding up, or from 32 bits."""
+"""Distance from [0, 1] that a reward may have from adding up, or from 32 bits."""
 
 
 def reward_as_score(reward: float | None) -> float | None:
@@ -37,6 +37,6 @@ def withdraw(episodes: Iterable[Episode], unscored: set[str]) -> list[Episode]:
 
 
 def is_flat(members: Sequence[Episode]) -> bool:
-    """Whether finished episodes all have one score or, where one of them has none, one reward."""
+    """True if finished episodes all have one score or, where one of them has none, one reward."""
     by = "reward" if any(episode.score is None for episode in members) else "score"
     return len({getattr(episode, by) for episode in members}) < 2

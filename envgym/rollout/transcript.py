@@ -11,15 +11,15 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.engines.base import Generation
-from envgym.types import Episode, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Limit, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 from .scores import reward_as_score
 
 
 class OutOfBudget(Exception):
-    """No token may be sampled any more; `reason` is `context` (the model's) or `tokens` (the episode's budget)."""
+    """No token may be sampled any more; `reason` is the limit that was reached."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: Limit) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -65,10 +65,10 @@ class Transcript:
         wanted = dict(overrides or {})
         if self._left is not None:
             if self._left < 1:
-                raise OutOfBudget("tokens")
+                raise OutOfBudget(Limit.TOKENS)
             wanted["max_tokens"] = min(wanted.get("max_tokens", self._engine.sampling.max_tokens), self._left)
         if self.rows[0].turns and len(context) >= self._engine.max_model_len:
-            raise OutOfBudget("context")
+            raise OutOfBudget(Limit.CONTEXT)
         generation = await self._engine.generate(context, wanted)
         self.record(generation, wanted.get("temperature", self._engine.sampling.temperature))
         if self._left is not None:
@@ -117,8 +117,8 @@ class Transcript:
         Where the last answer was cut by its token limit the episode is truncated (`length`): what it earned is of a
         part of an answer.
         """
-        if self.stop_reason is StopReason.LENGTH and outcome.reason in ("", "turns"):
-            outcome = Outcome.truncated("length")
+        if self.stop_reason is StopReason.LENGTH and outcome.reason in ("", Limit.TURNS):
+            outcome = Outcome.truncated(Limit.LENGTH)
         for row in self.rows:  # what the policy never answered, and perhaps never had room to read
             while row.segments and row.segments[-1].role != "action":
                 row.segments.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from envgym.engines.base import Engine, Request, SamplingParams
@@ -62,22 +62,17 @@ class PolicyClient(ChatClient):
         bound = self._bound
         dialogue = bound.renderer.dialogue()
         ids = dialogue.begin(Observation(messages=as_messages(messages)))
-        room = bound.max_model_len - len(ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"service {self._name}: a prompt of {len(ids)} tokens leaves no room in a context of "
-                f"{bound.max_model_len}"
-            )
+        stop = tuple(bound.renderer.stop_token_ids)
+        sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
+        try:
+            sampling = sampling.within(bound.max_model_len, len(ids))
+        except PromptTooLong as error:
+            raise PromptTooLong(f"service {self._name}: {error}") from None
         self.counters["requests"] += 1
         asked = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
         if seed is None and bound.deterministic:
             seed = int(asked[:8], 16) >> 1  # the same question, the same answer
-        sampling = SamplingParams(
-            max_tokens=min(max_tokens, room),
-            temperature=temperature,
-            stop_token_ids=tuple(bound.renderer.stop_token_ids),
-            seed=seed,
-        )
+        sampling = replace(sampling, seed=seed)
         # Waves are sorted by id: what is asked comes first in it, so that the order does not depend on timing. The
         # count makes it unique; it decides only between equal requests.
         request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", tuple(ids), sampling)

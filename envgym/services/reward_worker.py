@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, missing_package
-from envgym.models.resolve import policy_of_run
 from envgym.render import make_renderer
+from envgym.training.run_folder import policy_of_run
 from envgym.types import Observation, as_messages
 
 from .client import Text

@@ -61,7 +61,7 @@ class SourceConfig(Settings):
     difficulty: str | None = None
     """Field of the task's difficulty, a number, which a curriculum goes by."""
     template: Template = None
-    """What is made of a prompt: `{}` stands for it, `{name}` for another field. Braces are written twice."""
+    """Text made of a prompt: `{}` stands for it, `{name}` for another field. Braces are written twice."""
     system: str | None = None
     """A system message put before every prompt that has none."""
     limit: int | None = Field(None, ge=1)
@@ -79,7 +79,7 @@ class SourceConfig(Settings):
 
     @model_serializer(mode="wrap")
     def _only_what_was_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What a source leaves unset is as the others have it, so defaults must not be written out."""
+        """Write no defaults out: what a source leaves unset is as the others have it."""
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
     def check_paths(self) -> None:
@@ -97,7 +97,7 @@ class MixedSourceConfig(SourceConfig):
 
 
 class DataConfig(SourceConfig):
-    """Where tasks come from: one source, or several by name, for all of which the other settings hold."""
+    """Sources of tasks: one, or several by name, for all of which the other settings hold."""
 
     sources: dict[str, MixedSourceConfig] = Field({})
     """Several sources: `sources.NAME.path`, `sources.NAME.weight`, …"""
@@ -134,5 +134,5 @@ class DataConfig(SourceConfig):
 
 
 def is_generator(path: str) -> bool:
-    """Whether `path` names a function in a Python file, which yields rows."""
+    """True if `path` names a function in a Python file, which yields rows."""
     return names_file(path)

@@ -6,13 +6,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from envgym.config.schema import CurriculumConfig
+from pydantic import Field
+
 from envgym.hashing import derived_seed
 from envgym.rollout.scores import is_flat
+from envgym.settings import Settings
 from envgym.types import Group, Task
 
 REMEMBERED = 1_000_000
 """Tasks whose last group is known. Those of an endless set never come back; the oldest are forgotten."""
+
+
+class CurriculumConfig(Settings):
+    """Tasks that are always or never solved are drawn less: they teach nothing."""
+
+    skip: float = Field(0.0, ge=0, lt=1)
+    """Share of the times that a task is passed over whose last group had one score throughout; 0: never."""
+    memory: int = Field(32, ge=1)
+    """Groups by which a difficulty is judged, for tasks that have not been played yet."""
 
 
 class Curriculum:

@@ -1,4 +1,4 @@
-"""Which tasks come next."""
+"""The order of tasks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TaskCursor:
         return self._order[place]
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as values that later calls do not change."""
+        """Its position, as values that later calls do not change."""
         return {
             "position": self._position,
             "curriculum": None if self._curriculum is None else self._curriculum.state(),

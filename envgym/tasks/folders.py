@@ -1,4 +1,4 @@
-"""What a path holds: one file, a folder of shards, or a folder with splits, which `datasets` may have saved."""
+"""Rows at a path: one file, a folder of shards, or a folder with splits, which `datasets` may have saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARDS = (".jsonl", ".parquet")
 TABLES = (".parquet", ".arrow")
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
-"""What held-out splits are called, the likeliest first."""
+"""Names of held-out splits, the likeliest first."""
 _NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")
 
 
@@ -62,7 +62,7 @@ def test_split_of(path: Path, split: str | None) -> str | None:
 
 
 def is_saved_dict(path: Path) -> bool:
-    """Whether `datasets` saved a DatasetDict here."""
+    """True if `datasets` saved a DatasetDict here."""
     return (path / "dataset_dict.json").is_file()
 
 

@@ -35,7 +35,7 @@ def read_generator(target: str, limit: int | None) -> ListedRows:
 
 
 def yielded(target: str) -> Iterator[Row]:
-    """What the function yields, from its start. Raises `DataError` where it raises, or yields what is no row."""
+    """The rows that the function yields, from its start. Raises `DataError` where it fails or yields what is no row."""
     function = load_function(target, "generator of rows")
     number = 0
     try:
@@ -51,7 +51,7 @@ def yielded(target: str) -> Iterator[Row]:
 
 
 def stem_of(target: str) -> str:
-    """What rows of a generator are called by: its function's name."""
+    """The stem of the ids of a generator's rows: its function's name."""
     return Path(target).name.rpartition(":")[2]
 
 

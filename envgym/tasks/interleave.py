@@ -118,7 +118,7 @@ class InProportion(TaskSet):
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """How many tasks each weight stands for in the smallest block that has the weights' proportions."""
+    """Tasks of each weight in the smallest block that has the weights' proportions."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     for block in range(len(weights), LARGEST_BLOCK + 1):

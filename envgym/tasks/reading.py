@@ -19,7 +19,7 @@ ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
 Form = Callable[[Row, str], Row]
-"""What an environment makes of a row that is in another program's form, before fields are read from it: a row with a
+"""An environment's reading of a row that is in another program's form, before fields are read from it: a row with a
 prompt, an answer and so on. Gets the row and its place, for a `DataError`."""
 Value = TypeVar("Value")
 KEYS = 16**15
@@ -45,7 +45,7 @@ class TaskReader:
 
     @property
     def reads_whole_rows(self) -> bool:
-        """Whether a task is all of its row, of which the prompt may say little."""
+        """True if a task is all of its row, of which the prompt may say little."""
         return self._form is not None
 
     def read(self, row: Row, where: str, name: str) -> Task:

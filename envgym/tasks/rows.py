@@ -23,36 +23,40 @@ BATCH = 1000
 
 
 class Rows(ABC):
-    """Rows by number from 0. `line` is the number people know a row by, from 1; `name` what its id is made of."""
+    """Rows by number from 0, of a file or function `source`; ids of tasks are made of `stem` and a row's line."""
+
+    def __init__(self, source: Path | str, stem: str) -> None:
+        self._source, self._stem = str(source), stem
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __getitem__(self, index: int) -> Row:
-        """The row at `index`. Raises `DataError` for one that cannot be read."""
-
-    @abstractmethod
-    def place(self, index: int) -> tuple[str, int]:
-        """The file that holds the row, and its line there."""
-
-    @abstractmethod
-    def name(self, index: int) -> str:
-        """What a task made of the row is called where no field says."""
+        """The row at `index`. Raises `DataError` for one that cannot be read, `IndexError` where there is none."""
 
     def __iter__(self) -> Iterator[Row]:
         for index in range(len(self)):
             yield self[index]
 
+    def line(self, index: int) -> int:
+        """The number people know a row by, from 1."""
+        return index + 1
+
     def where(self, index: int) -> str:
-        return "{}:{}".format(*self.place(index))
+        """The file that holds the row, and its line there."""
+        return f"{self._source}:{self.line(index)}"
+
+    def name(self, index: int) -> str:
+        """The id of a task made of the row where no field says."""
+        return f"{self._stem}-{self.line(index)}"
 
 
 class JsonLines(Rows):
     """A file of JSON objects, one a line. Its text is in memory, so that the file may change meanwhile."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
-        self._path, self._stem = path, stem
+        super().__init__(path, stem)
         self._text = bytearray()
         self._starts, self._lines = array("Q"), array("Q")
         with path.open("rb") as file:
@@ -69,13 +73,8 @@ class JsonLines(Rows):
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        raw = self._text[self._starts[index] : self._starts[index + 1]]
         try:
-            row = json.loads(raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+            row = json.loads(self.text(index))
         except json.JSONDecodeError as error:
             raise DataError(f"{self.where(index)}: not JSON: {error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets 10,000 deep
@@ -85,18 +84,32 @@ class JsonLines(Rows):
             raise DataError(f"{self.where(index)}: a row is one JSON object, {{…}}, not a {kind}")
         return row
 
-    def place(self, index: int) -> tuple[str, int]:
-        return str(self._path), self._lines[index]
+    def line(self, index: int) -> int:
+        return self._lines[index]
 
-    def name(self, index: int) -> str:
-        return f"{self._stem}-{self._lines[index]}"
+    def text(self, index: int) -> str:
+        """A line as it stands in the file."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        raw = self._text[self._starts[index] : self._starts[index + 1]]
+        try:
+            return raw.decode("utf-8-sig" if self._lines[index] == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+class TextLines(JsonLines):
+    """A text file with a document a line, which is the field `text`."""
+
+    def __getitem__(self, index: int) -> Row:
+        return {"text": self.text(index).rstrip("\r\n")}
 
 
 class TableRows(Rows):
     """A Parquet file, in memory by columns, or an Arrow file, of which only what is read is in memory."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
-        self._path, self._stem = path, stem
+        super().__init__(path, stem)
         table = _read_table(path)
         self._table = table if limit is None else table.slice(0, limit)
 
@@ -113,30 +126,19 @@ class TableRows(Rows):
         for batch in self._table.to_batches(max_chunksize=BATCH):
             yield from batch.to_pylist()
 
-    def place(self, index: int) -> tuple[str, int]:
-        return str(self._path), index + 1
-
-    def name(self, index: int) -> str:
-        return f"{self._stem}-{index + 1}"
-
 
 class ListedRows(Rows):
     """Rows that a generator has yielded."""
 
     def __init__(self, rows: Sequence[Row], source: str, stem: str) -> None:
-        self._rows, self._source, self._stem = rows, source, stem
+        super().__init__(source, stem)
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
         return self._rows[index]
-
-    def place(self, index: int) -> tuple[str, int]:
-        return self._source, index + 1
-
-    def name(self, index: int) -> str:
-        return f"{self._stem}-{index + 1}"
 
 
 class ChainedRows(Rows):
@@ -157,19 +159,30 @@ class ChainedRows(Rows):
         for part in self._parts:
             yield from part
 
-    def place(self, index: int) -> tuple[str, int]:
+    def line(self, index: int) -> int:
         part, inside = self._find(index)
-        return part.place(inside)
+        return part.line(inside)
+
+    def where(self, index: int) -> str:
+        part, inside = self._find(index)
+        return part.where(inside)
 
     def name(self, index: int) -> str:
         part, inside = self._find(index)
         return part.name(inside)
 
     def _find(self, index: int) -> tuple[Rows, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
-        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+        number, inside = locate(self._ends, index)
+        return self._parts[number], inside
+
+
+def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """The number of the part that holds `index`, of several that end at `ends`, and the index within it. Raises
+    `IndexError` beyond the last."""
+    if not ends or not 0 <= index < ends[-1]:
+        raise IndexError(index)
+    number = bisect_right(ends, index)
+    return number, index - (ends[number - 1] if number else 0)
 
 
 def _read_table(path: Path) -> Any:

@@ -45,7 +45,7 @@ class DataEnvSpec(EnvSpec):
     Config = DataEnvConfig
     config: DataEnvConfig
     answer_required: ClassVar[bool] = True
-    """Whether every row must have an answer, text or a number; else it may be any value, or missing (None)."""
+    """True if every row must have an answer, text or a number; else it may be any value, or missing (None)."""
 
     given: TaskSet | None = None
     """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""

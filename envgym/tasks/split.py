@@ -6,7 +6,6 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from .folders import open_rows, test_split_of
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved
 from .reading import KEYS, Form, TaskReader, key_of
-from .rows import Rows
+from .rows import Rows, locate
 
 _Reader = Callable[..., TaskReader]
 """Makes the reader of a source's rows: `reader(settings, prefix=…)`."""
@@ -95,14 +94,14 @@ class _File:
             task, key = self.reader.read_with_key(row, self.rows.where(index), self.rows.name(index))
             self.keys.append(key)
             if settings.id is not None and (other := seen.setdefault(task.id, index)) != index:
-                where, line = self.rows.where(index), self.rows.place(other)[1]
+                where, line = self.rows.where(index), self.rows.line(other)
                 raise DataError(f"{where}: the id {task.id!r} is also that of line {line}")
         if not self.keys:
             raise DataError(f"{path} holds no rows")
 
     @property
     def is_a_game(self) -> bool:
-        """Whether the rows are another program's and all say the same: what is played is drawn at each reset."""
+        """True if the rows are another program's and all alike: what is played is drawn at each reset."""
         return self.reader.reads_whole_rows and len(set(self.keys)) == 1
 
     def tell_rows_apart(self) -> None:
@@ -136,7 +135,7 @@ class _Source(ABC):
 
     @abstractmethod
     def train(self, held_out: _HeldOut) -> TaskSet:
-        """What is not held out by anybody. Raises `DataError` where nothing is left."""
+        """The tasks that nobody holds out. Raises `DataError` where nothing is left."""
 
     def named_test(self) -> _File | None:
         """The held-out tasks of the settings' path or split, or of the split that is usually held out."""
@@ -253,7 +252,5 @@ class _Joined(TaskSet):
         return self._ends[-1]
 
     async def get(self, index: int) -> Task:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
-        return await self._parts[number].get(index - (self._ends[number - 1] if number else 0))
+        number, inside = locate(self._ends, index)
+        return await self._parts[number].get(inside)

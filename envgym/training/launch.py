@@ -1,4 +1,4 @@
-"""Starting what a stage needs: the environment, the engine and a group of workers for every role."""
+"""The components of a stage and where they run: starts the environment, the engine and a group of workers a role."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.learner import Learner
 from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
 from envgym.services import Services, start_services
 from envgym.workers.group import WorkerGroup
+from envgym.workers.inline import InlineRuntime
+from envgym.workers.local import LocalRuntime
+from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import Runtime
 
 from .pretraining import Pretraining
 from .run_folder import RunFolder
-from .trainer import Parts
 from .weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -32,31 +35,43 @@ if TYPE_CHECKING:
 
 
 def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
-    """Where the run's workers live: processes of this machine, Ray, or the controller itself with `debug`."""
+    """The runtime of the run's workers: processes of this machine, Ray, or the controller itself with `debug`."""
     if config.debug:
         if any(stage.workers.ranks > 1 for stage in config.stages):
             raise ConfigError("debug=true runs every worker inside the controller, one rank: set workers.ranks=1")
-        from envgym.workers.inline import InlineRuntime
-
         return InlineRuntime()
     if config.runtime == "ray":
-        from envgym.workers.ray import RayRuntime
-
         return RayRuntime(folder.logs)
-    from envgym.workers.local import LocalRuntime
-
     return LocalRuntime(folder.logs, deterministic=config.deterministic)
 
 
+@dataclass(slots=True)
+class Components:
+    """The components that the loop drives. `engine` and `sync` are None where the agent replays, `pretraining` where no
+    text is mixed in; `workers` holds a group of ranks for each of the learner's roles."""
+
+    learner: Learner
+    runner: Runner
+    workers: dict[str, WorkerGroup]
+    sampling: SamplingParams
+    engine: Engine | None = None
+    sync: WeightSync | None = None
+    pretraining: Pretraining | None = None
+
+    @property
+    def trained_roles(self) -> list[str]:
+        return [role for role, spec in self.learner.roles.items() if spec.trained]
+
+
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a stage runs: its environment, set up, with clients of its services; and what starts workers."""
+class StageContext:
+    """The surroundings of a stage: its environment, set up, with clients of its services, and its workers' runtime."""
 
     spec: EnvSpec
     services: Services
     runtime: Runtime
     closing: AsyncExitStack
-    """Where what must be closed before the runtime registers itself."""
+    """Closes, before the runtime, whatever is registered here."""
 
 
 @asynccontextmanager
@@ -70,25 +85,27 @@ async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime
 
 
 @asynccontextmanager
-async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> AsyncIterator[Place]:
-    """The place of a stage in a runtime: its environment is closed again on every way out."""
+async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> AsyncIterator[StageContext]:
+    """The context of a stage in a runtime: its environment is closed again on every way out."""
     spec = stage.make_spec()
     async with (
         start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
         AsyncExitStack() as closing,
     ):
-        yield Place(spec, services, runtime, closing)
+        yield StageContext(spec, services, runtime, closing)
 
 
 @asynccontextmanager
-async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[Place]:
-    """The place of a stage, in a runtime of its own. A bad data file is told here, before anything long begins."""
-    async with running(config, folder) as runtime, set_up(config, stage, runtime) as place:
-        yield place
+async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[StageContext]:
+    """The context of a stage, in a runtime of its own. Reports a bad data file before anything long begins."""
+    async with running(config, folder) as runtime, set_up(config, stage, runtime) as context:
+        yield context
 
 
-async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model: str, display: Display) -> Parts:
-    """The parts of a stage, running until its place is left. `model` is a folder or hub id."""
+async def start_components(
+    config: RunConfig, stage: StageConfig, context: StageContext, model: str, display: Display
+) -> Components:
+    """The components of a stage, running until its context is left. `model` is a folder or hub id."""
     learner_class, learner_config = stage.learner_config()
     learner = learner_class(learner_config)
     adapters = {role: stage.lora_of(role, role_spec) for role, role_spec in learner.roles.items()}
@@ -102,19 +119,19 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
     if agent.samples:
         lora_rank = adapters["actor"].rank
         sampling = asyncio.create_task(
-            start_sampling(config, stage, [place], agent, model, display, lora_rank=lora_rank)
+            start_sampling(config, stage, [context], agent, model, display, lora_rank=lora_rank)
         )
 
     async def started(role: str) -> WorkerGroup:
         if config.debug and sampling is not None:  # in one process vLLM comes first: DeepSpeed joins its process group
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        return await start_role(config, stage, role, model, place.runtime, after=sampling)
+        return await start_role(config, stage, role, model, context.runtime, after=sampling)
 
     # Side by side: most of what each takes is imports. Whose mistake is told first does not depend on who is faster.
     loading = {role: asyncio.create_task(started(role)) for role in learner.roles if role not in bases}
     try:
-        engine, context = (None, None) if sampling is None else await sampling
+        engine, max_model_len = (None, None) if sampling is None else await sampling
         workers = {role: await task for role, task in loading.items()}
     except BaseException:
         tasks = [task for task in (sampling, *loading.values()) if task is not None]
@@ -129,8 +146,9 @@ async def start_parts(config: RunConfig, stage: StageConfig, place: Place, model
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
         sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
-    runner = make_runner(config, stage, place.spec, agent, engine, context)
-    return Parts(learner, runner, workers, sampling_of(stage, renderer.stop_token_ids), engine, sync, pretraining)
+    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
+    params = stage.rollout.sampling(renderer.stop_token_ids)
+    return Components(learner, runner, workers, params, engine, sync, pretraining)
 
 
 async def start_role(
@@ -165,29 +183,29 @@ async def start_role(
 async def start_sampling(
     config: RunConfig,
     stage: StageConfig,
-    places: Sequence[Place],
+    contexts: Sequence[StageContext],
     agent: Agent,
     model: str,
     display: Display,
     *,
     lora_rank: int = 0,
 ) -> tuple[Engine | ChatEngine, int]:
-    """What episodes need: the services of the environments that are played, all in one runtime, and the stage's
+    """Start what episodes need: the services of the environments that are played, all in one runtime, and the stage's
     engine, with its context length in tokens (0 where only the API knows it). `lora_rank`: that of the adapters the
     engine will be given."""
-    api = await start_api(config, stage, places, model, display) if stage.engine.kind == "openai" else None
-    for place in places:
-        if place.services.names:
-            display.phase(f"starting {', '.join(place.services.names)}")
-            await place.services.start()
+    api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
+    for context in contexts:
+        if context.services.names:
+            display.phase(f"starting {', '.join(context.services.names)}")
+            await context.services.start()
     if api is not None:
         return api, 0
-    engine, context = await start_engine(config, stage, model, places[0].runtime, display, lora_rank)
-    for place in places:
-        place.services.bind_policy(
-            agent.renderer, engine, context, deterministic=config.deterministic, seed=config.seed
+    engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank)
+    for context in contexts:
+        context.services.bind_policy(
+            agent.renderer, engine, max_model_len, deterministic=config.deterministic, seed=config.seed
         )
-    return engine, context
+    return engine, max_model_len
 
 
 async def start_engine(
@@ -216,20 +234,20 @@ async def start_engine(
 
 
 def episodes_at_once(stage: StageConfig) -> int:
-    """How many episodes of a stage, which each ask for one turn at a time, are in play at once at most."""
+    """Most episodes of a stage in play at once, each of which asks for one turn at a time."""
     of_step = stage.rollout.tasks * stage.rollout.group_size
     return min(stage.rollout.concurrency, max(of_step, stage.eval.tasks * stage.eval.samples))
 
 
 async def start_api(
-    config: RunConfig, stage: StageConfig, places: Sequence[Place], model: str, display: Display
+    config: RunConfig, stage: StageConfig, contexts: Sequence[StageContext], model: str, display: Display
 ) -> ChatEngine:
     """The API as the engine, once it has answered: who gave a wrong key or name is told before anything else starts.
-    It is closed with the first place."""
-    for place in places:
-        if names := place.services.of_policy:
+    It is closed with the first context."""
+    for context in contexts:
+        if names := context.services.of_policy:
             raise ConfigError(
-                f"environment {place.spec.id} asks the policy itself ({', '.join(names)}), which engine.kind=openai "
+                f"environment {context.spec.id} asks the policy itself ({', '.join(names)}), which engine.kind=openai "
                 "cannot be: give that service a model of its own (base_url and model)"
             )
     from envgym.engines.openai import OpenAIEngine
@@ -246,9 +264,9 @@ async def start_api(
         requests_per_minute=settings.requests_per_minute,
         extra=settings.extra,
     )
-    places[0].closing.push_async_callback(engine.close)
+    contexts[0].closing.push_async_callback(engine.close)
     display.phase(f"asking {settings.base_url} for {model}")
-    sampling = sampling_of(stage, ())
+    sampling = stage.rollout.sampling(())
     if problem := await engine.check(replace(sampling, seed=config.seed) if config.deterministic else sampling):
         display.note(f"{problem}; going on, for that may pass")
     return engine
@@ -279,26 +297,15 @@ def make_runner(
     spec: EnvSpec,
     agent: Agent,
     engine: Engine | ChatEngine | None,
-    context: int | None,
+    max_model_len: int | None,
 ) -> Runner:
-    """What plays the stage's episodes; `context` is the engine's context length in tokens."""
+    """The runner of the stage's episodes; `max_model_len` is the engine's context length in tokens."""
     return Runner(
         spec,
         agent,
         engine,
         stage.rollout,
-        max_model_len=context or 0,
+        max_model_len=max_model_len or 0,
         seed=config.seed,
         deterministic=config.deterministic,
-    )
-
-
-def sampling_of(stage: StageConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The stage's sampling parameters for one turn."""
-    return SamplingParams(
-        max_tokens=stage.rollout.max_tokens,
-        temperature=stage.rollout.temperature,
-        top_p=stage.rollout.top_p,
-        top_k=stage.rollout.top_k,
-        stop_token_ids=stop_token_ids,
     )

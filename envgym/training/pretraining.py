@@ -18,7 +18,7 @@ from envgym.learner import LearnRow
 from envgym.render import Renderer
 from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.folders import open_rows
-from envgym.tasks.rows import JsonLines, Row, Rows
+from envgym.tasks.rows import Rows, TextLines
 from envgym.types import Objective, Observation, Task
 
 
@@ -81,7 +81,7 @@ class _Documents(TaskSet):
 
     def __init__(self, config: PretrainConfig) -> None:
         path = Path(str(config.path))
-        self._rows: Rows = _Lines(path, path.stem, None) if path.suffix == ".txt" else open_rows(path, config.split)
+        self._rows: Rows = TextLines(path, path.stem, None) if path.suffix == ".txt" else open_rows(path, config.split)
         self._field = config.text
 
     @property
@@ -99,14 +99,3 @@ class _Documents(TaskSet):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: field {self._field!r} holds no text")
         return Task(self._rows.name(index), prompt=text)
-
-
-class _Lines(JsonLines):
-    """A text file with a document a line."""
-
-    def __getitem__(self, index: int) -> Row:
-        try:
-            text = self._text[self._starts[index] : self._starts[index + 1]].decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-        return {"text": text.rstrip("\r\n")}

@@ -1,11 +1,11 @@
-"""How far a stage has come: what its summary tells, and what a resumed run must know."""
+"""The progress of a stage, for its summary and for a resumed run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -23,7 +23,13 @@ class Progress:
     tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
     max_mismatch: float = 0.0
     best: dict[str, Any] | None = None
-    """Which step's checkpoint is the best: `metric`, its `value` there, and `step`."""
+    """The best checkpoint: `metric`, its `value` there, and `step`."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to `state`, which `asdict` made. Raises `TypeError` for that of another version."""
+        restored = Progress(**state)
+        for one in fields(self):
+            setattr(self, one.name, getattr(restored, one.name))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

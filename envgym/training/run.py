@@ -7,38 +7,37 @@ import contextlib
 import gc
 import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from envgym.config.recipes import read_yaml
-from envgym.config.schema import RunConfig, StageConfig, resolve
+from envgym.config.resolve import resolve
+from envgym.config.schema import RunConfig, StageConfig
 from envgym.disk import locked, write_atomically
-from envgym.errors import CheckpointDamaged, ConfigError, RunError, WorkerError, cannot_write
+from envgym.errors import CheckpointDamaged, ConfigError, EnvgymError, RunError, WorkerError, cannot_write, extended
 from envgym.evaluation.held_out import has_held_out
 from envgym.isolation import event_loop
-from envgym.models.resolve import fetch_model
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
 
-from .launch import Place, prepared, start_parts
+from .find_model import fetch_model
+from .launch import Components, StageContext, prepared, start_components
 from .progress import Progress
 from .run_folder import RunFolder, stage_folders
-from .stop import Stopped
+from .stop import Interrupts, Stopped
 from .trainer import Trainer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint", "save")
-"""What a stage's time goes to, in `summary.json`."""
+"""Phases of a stage whose time is in `summary.json`."""
 
 
 def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
 
 
 def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
-    stages = list(zip(stage_folders(folder, config), config.stages, strict=True))
+    stages = list(zip(stage_folders(folder, config.learners), config.stages, strict=True))
     summary: dict[str, Any] = {}
     model: str | None = None
     for stage_folder, stage in stages:
@@ -92,7 +91,7 @@ def _run_to_end(
 
 
 def _stopped_early(name: str, folder: RunFolder) -> str:
-    """What Ctrl-C is answered with where nothing was taken that is not kept already."""
+    """The message after Ctrl-C where no step was taken that is not kept already."""
     checkpoint = folder.last_checkpoint()
     if checkpoint is None:
         return f"run {name} was stopped before its first step"
@@ -115,7 +114,10 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
             _save_steps(folder / "config.yaml", config.stages[-1].steps)
             yield folder
         return
-    _remove_stillborn(folder)
+    if _is_stillborn(folder):
+        with locked(folder, "envgym train"):
+            if _is_stillborn(folder):
+                shutil.rmtree(folder)
     if folder.exists():
         raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
     try:
@@ -124,7 +126,14 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
         raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
     with locked(folder, "envgym train"):
         write_atomically(folder / "config.yaml", config.to_yaml())
-        yield folder
+        try:
+            yield folder
+        except WorkerError:
+            raise  # whose logs are in it
+        except EnvgymError:
+            if not _has_begun(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _save_steps(file: Path, steps: int) -> None:
@@ -135,14 +144,19 @@ def _save_steps(file: Path, steps: int) -> None:
         write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
 
 
-def _remove_stillborn(folder: Path) -> None:
-    """Delete the folder of a run that ended before its first step: nothing in it is worth a name."""
-    run = RunFolder(folder)
-    summary = run.read_summary()
-    if summary and summary["status"] != "completed" and summary["steps"] == 0 and "stages" not in summary:
-        with locked(folder, "envgym train"):
-            if not any(record["step"] for record in run.read_metrics()):
-                shutil.rmtree(folder)
+def _is_stillborn(folder: Path) -> bool:
+    """True if a run has ended before its first step: nothing in its folder is worth a name."""
+    ended = [RunFolder(path.parent) for path in (*folder.glob("summary.json"), *folder.glob("*/summary.json"))]
+    if len(ended) != 1:
+        return False
+    summary = ended[0].read_summary() or {}
+    has_steps = summary["steps"] or "stages" in summary or any(record["step"] for record in ended[0].read_metrics())
+    return summary["status"] != "completed" and not has_steps
+
+
+def _has_begun(folder: Path) -> bool:
+    """True if some stage of a run was set up."""
+    return any(True for pattern in ("metrics.jsonl", "*/metrics.jsonl") for _ in folder.glob(pattern))
 
 
 def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunConfig:
@@ -157,7 +171,7 @@ def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunCon
     last = config.stages[-1]
     if steps is not None:
         wanted = resolve({"steps": steps}, file=folder / "config.yaml").stages[-1].steps
-        taken = max((record["step"] for record in stage_folders(folder, config)[-1].read_metrics()), default=0)
+        taken = max((record["step"] for record in stage_folders(folder, config.learners)[-1].read_metrics()), default=0)
         if wanted != last.steps and wanted <= taken:
             raise RunError(f"run {folder} has taken {taken} steps: to go on, give steps a greater number")
         last.steps = wanted
@@ -174,25 +188,26 @@ async def _run_stage(
     folder.summary_file.unlink(missing_ok=True)  # an earlier end's: what comes now may be killed, and leave none
     began = time.monotonic()
     trainer: Trainer | None = None
-    place: Place | None = None
-    interrupts = _Interrupts(display)
+    context: StageContext | None = None
+    interrupts = Interrupts(display)
     status, is_held_out = "failed", True
     try:
         with interrupts:
             display.phase(f"setting up {stage.env.name}")
             async with AsyncExitStack() as stack:
-                # The environment first: a bad data file is told before anything long begins.
-                place = await stack.enter_async_context(prepared(config, stage, folder))
-                is_held_out = has_held_out(place.spec, needed=bool(stage.eval.every))
+                # The environment first: a bad data file is reported before anything long begins.
+                context = await stack.enter_async_context(prepared(config, stage, folder))
+                is_held_out = has_held_out(context.spec, needed=bool(stage.eval.every))
                 model = model or await fetch_model(stage.model, config, display)
                 for own in stage.roles.values():
                     own.model = own.model and await fetch_model(own.model, config, display)
-                parts = await start_parts(config, stage, place, model, display)
-                starting = Trainer(config, stage, parts, folder, display)
-                starting.began = began
+                components = await start_components(config, stage, context, model, display)
+                starting = Trainer(config, stage, components, folder, display)
+                starting.checkpoints.began = began
                 folder.rewind(-1 if kept is None else kept["progress"]["step"])
                 if checkpoint is not None and kept is not None:
-                    await starting.load(checkpoint, kept)
+                    starting.recorder.resume()
+                    await starting.checkpoints.load(checkpoint, kept)
                 trainer = starting
                 if config.report_to:
                     info = run_info(config, stage, folder, trainer.progress.step)
@@ -207,17 +222,7 @@ async def _run_stage(
                 await trainer.run()
                 display.phase("saving the policy")
                 saving = time.monotonic()
-                places = {"actor": folder.model}
-                places |= {role: folder.path / role for role, own in stage.roles.items() if own.save}
-                for role, where in places.items():
-                    await parts.workers[role].save(str(where))
-                    parts.runner.agent.renderer.tokenizer.save_pretrained(where)
-                    if stage.lora_of(role, parts.learner.roles[role]).rank:
-                        adapter = folder.path / ("adapter" if role == "actor" else f"{role}_adapter")
-                        await parts.workers[role].export_adapter(str(adapter))
-                if parts.learner.config.ema_decay:
-                    await parts.workers["actor"].save_average(str(folder.model_ema))
-                    parts.runner.agent.renderer.tokenizer.save_pretrained(folder.model_ema)
+                await _save_models(stage, components, folder)
                 spent["save"] = time.monotonic() - saving
         status = "completed"
     except Stopped:
@@ -228,19 +233,19 @@ async def _run_stage(
     except (RunError, WorkerError) as error:
         if trainer is None or folder.last_checkpoint() is None:
             raise
-        raise type(error)(f"{error}; {_kept(config, folder)}") from error
+        raise extended(error, _kept(config, folder)) from None
     except OSError as error:
-        if (said := cannot_write(error)) is None:
+        if (problem := cannot_write(error)) is None:
             raise
-        raise RunError("; ".join([said, *([_kept(config, folder)] if folder.last_checkpoint() else [])])) from error
+        raise RunError("; ".join([problem, *([_kept(config, folder)] if folder.last_checkpoint() else [])])) from error
     except (asyncio.CancelledError, KeyboardInterrupt):
         status = "stopped"
         raise
     finally:
         summary = _summary(config, trainer, kept, status, began) | ({} if is_held_out else {"held_out_tasks": 0})
-        if place is not None and place.services.names:
-            summary["services"] = dict(place.services.counters)
-        # A disk that is full has been told of where it ended the run; a run that got to its end can still say so.
+        if context is not None and context.services.names:
+            summary["services"] = dict(context.services.counters)
+        # A disk that is full is reported by the error that ended the run; a run that got to its end reports it here.
         with contextlib.suppress(*([] if status == "completed" else [OSError])):
             folder.write_summary(summary)
             if trainer is not None and (trackers := trainer.recorder.trackers) is not None:
@@ -249,6 +254,21 @@ async def _run_stage(
                 folder.write_summary(summary)
     plot(folder.path)
     return summary
+
+
+async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:
+    """Write the policy as the stage leaves it, and the other models that the settings ask for."""
+    tokenizer = components.runner.agent.renderer.tokenizer
+    models = {"actor": folder.model} | {role: folder.path / role for role, own in stage.roles.items() if own.save}
+    for role, where in models.items():
+        worker = components.workers[role]
+        await worker.save(str(where))
+        tokenizer.save_pretrained(where)
+        if stage.lora_of(role, components.learner.roles[role]).rank:
+            await worker.export_adapter(str(folder.path / ("adapter" if role == "actor" else f"{role}_adapter")))
+    if components.learner.config.ema_decay:
+        await components.workers["actor"].save_average(str(folder.model_ema))
+        tokenizer.save_pretrained(folder.model_ema)
 
 
 def run_info(config: RunConfig, stage: StageConfig, folder: RunFolder, step: int) -> RunInfo:
@@ -274,9 +294,9 @@ def _kept(config: RunConfig, folder: RunFolder) -> str:
 def _summary(
     config: RunConfig, trainer: Trainer | None, kept: Mapping[str, Any] | None, status: str, began: float
 ) -> dict[str, Any]:
-    """What `summary.json` holds. Where the loop has not begun, it tells of the checkpoint `kept` before."""
+    """The content of `summary.json`. Before the loop has begun, it is that of the checkpoint `kept` before."""
     if trainer is not None:
-        progress, buffer, began = trainer.progress, trainer.buffer.state(), trainer.began
+        progress, buffer, began = trainer.progress, trainer.buffer.state(), trainer.checkpoints.began
     else:
         known = {} if kept is None else kept["progress"]
         progress = Progress(**{field.name: known[field.name] for field in fields(Progress) if field.name in known})
@@ -302,50 +322,3 @@ def _summary(
         "alarms": dict(trainer.recorder.alarms.counts) if trainer else {},
         **({"best": progress.best} if progress.best else {}),
     }
-
-
-class _Interrupts:
-    """Ctrl-C, SIGTERM and a terminal that is closed (SIGHUP): before the loop runs they end everything at once; then
-    the first asks it to stop and the second ends everything at once."""
-
-    def __init__(self, display: Display) -> None:
-        self._display = display
-        self._ask: Callable[[], None] | None = None
-        self._is_heard = True
-        self._asked = False
-        self._signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started with nohup
-            self._signals.append(signal.SIGHUP)
-
-    def listen(self, ask: Callable[[], None]) -> None:
-        """From now on the first signal calls `ask`."""
-        self._ask = ask
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def interrupted() -> None:
-            self._is_heard = True
-            ask, self._ask = self._ask, None
-            if ask is None:
-                task.cancel()
-            else:
-                ask()
-                self._display.note("stopping after this step's work; once more to stop at once")
-
-        def signalled(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGHUP and self._asked:
-                return  # a shell and the kernel tell of the same closed terminal
-            loop.call_soon_threadsafe(interrupted)
-            self._asked = True
-            if not self._is_heard:
-                raise KeyboardInterrupt  # the first was not heard: something holds the loop
-            self._is_heard = False
-
-        loop = asyncio.get_running_loop()
-        self._before = {number: signal.signal(number, signalled) for number in self._signals}
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from envgym.config.recipes import read_yaml
 from envgym.disk import flush_to_disk, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
-from envgym.errors import CheckpointDamaged, RunError
+from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.types import Group
-
-if TYPE_CHECKING:
-    from envgym.config.schema import RunConfig
-
 
 CONTROLLER = "controller.json"
 """The controller's share of a checkpoint, written last."""
 GROUP = "$group"
 """Key of a group of episodes, which waits in the buffer, in the controller's state."""
 DAMAGED = ".damaged"
-"""What the name of a checkpoint ends with that could not be read, once the run has gone on from an older one."""
+"""Suffix of a checkpoint that could not be read, once the run has gone on from an older one."""
 
 
 class RunFolder:
@@ -207,12 +204,28 @@ def _group_from_json(record: Mapping[str, Any]) -> Group:
     return Group(record["id"], episodes[0].task, episodes)
 
 
-def stage_folders(folder: Path, config: RunConfig) -> list[RunFolder]:
-    """A run of one stage is its folder; of several, each stage has a numbered sub-folder."""
-    if len(config.stages) == 1:
+def stage_folders(folder: Path, learners: Sequence[str]) -> list[RunFolder]:
+    """The folders of a run's stages, which have these `learners`: the run's own, or a numbered sub-folder for each of
+    several."""
+    if len(learners) == 1:
         return [RunFolder(folder)]
-    names = [Path(stage.learner.name.partition(":")[0]).stem for stage in config.stages]
+    names = [Path(name.partition(":")[0]).stem for name in learners]
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
+
+
+def policy_of_run(folder: Path) -> Path:
+    """The model folder that a run left, or its last stage; `folder` itself where it is no run's."""
+    if not (folder / "config.yaml").exists():
+        return folder
+    stages = read_yaml(folder / "config.yaml")["stages"]
+    stage = stage_folders(folder, [stage["learner"]["name"] for stage in stages])[-1]
+    if not (stage.model / "config.json").exists():
+        last = stage.last_checkpoint()
+        instead = f", or take its policy as it was: --model {last}" if last else ""
+        raise ConfigError(
+            f"run {folder} has not ended, so it has left no policy: envgym train --resume {folder}{instead}"
+        )
+    return stage.model
 
 
 def check_form(checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from envgym.errors import EnvgymError
-from envgym.models.name import is_path
+from envgym.models import is_path
 
 from .adapter import quantization, tame_quantized
 from .experts import balance_loss

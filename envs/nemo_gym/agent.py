@@ -24,7 +24,7 @@ from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
 from envgym.render import Renderer
 from envgym.responses import TOKEN_FIELDS
-from envgym.types import Episode, Outcome, Row, Task
+from envgym.types import Episode, Limit, Outcome, Row, Task
 
 from .protocol import FAILURE_CLASS, number, resolved, url_of, void_kind
 
@@ -120,7 +120,7 @@ class NeMoGym(Agent):
         if conversation.limit is not None:
             outcome = Outcome.truncated(conversation.limit)
         elif answer.get("truncated") is True:
-            outcome = Outcome.truncated("environment")
+            outcome = Outcome.truncated(Limit.ENVIRONMENT)
         own = {*task.fields, "reward", "mask_sample"}
         numbers = {name: number(value) for name, value in answer.items() if name not in own and name[:1] != "_"}
         metrics = {name: value for name, value in numbers.items() if value is not None}

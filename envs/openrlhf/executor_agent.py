@@ -11,7 +11,7 @@ from envgym.agents.multi_turn import MultiTurn
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.rollout.transcript import OutOfBudget, Transcript
-from envgym.types import Episode, Message, Outcome, Row, Segment, StopReason, Task
+from envgym.types import Episode, Limit, Message, Outcome, Row, Segment, StopReason, Task
 
 SPEAKERS = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
@@ -80,7 +80,7 @@ class OpenRLHFExecutor(MultiTurn):
         transcript.messages = self.spoken(transcript.rows)
         if isinstance(limit, OutOfBudget):
             return Outcome.truncated(limit.reason)
-        return Outcome.truncated("environment") if said["truncated"] else Outcome.completed()
+        return Outcome.truncated(Limit.ENVIRONMENT) if said["truncated"] else Outcome.completed()
 
     def spoken(self, rows: Sequence[Row]) -> list[Message]:
         """The last row as a conversation, for people."""

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from envgym.env.rewards.functions import Reward, column, finite_metrics, number, run
+from envgym.env.checked import finite_metrics
+from envgym.env.rewards.functions import Reward, column, number, run
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
 

@@ -6,13 +6,13 @@ import pytest
 
 import envgym
 from envgym.agents.chat import Chat, ChatConfig
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import ChatEngine, ChatReply, SamplingParams
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.render import NoRenderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolCall, ToolSpec
 
 TOOL = ToolSpec("look", "Look.", {"type": "object", "properties": {}})
@@ -70,7 +70,7 @@ def play(engine, env=Counting, deterministic=False, **settings):
     config = RolloutConfig(retries=0, refills=0)
     runner = Runner(spec, agent, engine, config, max_model_len=0, seed=0, deterministic=deterministic)
     sampling = SamplingParams(max_tokens=100)
-    [group] = asyncio.run(runner.play([Task("t")], Play("eval", sampling, 1)))
+    [group] = asyncio.run(runner.play([Task("t")], SamplingPlan("eval", sampling, 1)))
     return group.episodes[0]
 
 

@@ -13,11 +13,11 @@ from envgym import Env, EnvSpec
 from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
 from envgym.agents.external.endpoint import TICKET, Endpoint
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.sampler import EpisodeSampler
 from envgym.rollout.transcript import OutOfBudget
 from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
@@ -84,7 +84,7 @@ def play(renderer, engine, command, size=1, context=512, **settings):
         deterministic=False,
     )
     sampling = SamplingParams(max_tokens=128, stop_token_ids=renderer.stop_token_ids)
-    [group] = asyncio.run(runner.play([Task("t", answer="42")], Play("p", sampling, size)))
+    [group] = asyncio.run(runner.play([Task("t", answer="42")], SamplingPlan("p", sampling, size)))
     return group.episodes
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from envgym import Action, Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.agents.tool_calling import ToolCalling
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -112,7 +112,7 @@ def play(renderer, engine, env_class=Wander, agent=ToolCalling, context=4096, tu
         deterministic=False,
     )
     sampling = SamplingParams(max_tokens=turn_tokens, stop_token_ids=renderer.stop_token_ids)
-    [group] = asyncio.run(runner.play([Task("t")], Play("p", sampling, size)))
+    [group] = asyncio.run(runner.play([Task("t")], SamplingPlan("p", sampling, size)))
     return group.episodes
 
 

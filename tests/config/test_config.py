@@ -5,9 +5,12 @@ import textwrap
 import pytest
 import yaml
 
-from envgym.config.known_settings import OTHER_NAMES
-from envgym.config.schema import RolloutConfig, RunConfig, known_keys, merge, parse_words, resolve
+from envgym.config.known_settings import OTHER_NAMES, known_keys
+from envgym.config.resolve import resolve
+from envgym.config.schema import RunConfig
+from envgym.config.words import merge, parse_words
 from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
+from envgym.rollout.config import RolloutConfig
 
 ENV = {"env": "math_verify"}
 

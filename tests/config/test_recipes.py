@@ -5,7 +5,7 @@ import yaml
 
 from envgym.cli import main
 from envgym.config.recipes import FOLDER, recipe_names
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 
 ALGORITHMS = ["ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_grpo"]
 VARIANTS = ["dapo", "prorl", "gspo", "cispo"]

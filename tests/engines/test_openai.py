@@ -18,15 +18,15 @@ import pytest
 from aiohttp import web
 
 import envgym
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.engines.base import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.rollout.runner import Play
+from envgym.rollout.runner import SamplingPlan
 from envgym.services import http
-from envgym.training.launch import make_agent, make_runner, running, sampling_of, set_up, start_sampling
+from envgym.training.launch import make_agent, make_runner, running, set_up, start_sampling
 from envgym.training.run_folder import RunFolder
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
 
@@ -460,7 +460,7 @@ def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch=None, engine=None,
                 tasks = [Task(f"t{n}", f"{n}+{n}", answer=str(2 * n)) for n in range(n_tasks)]
                 if monkeypatch is None:
                     tasks = [await place.spec.tasks("test").get(n) for n in range(n_tasks)]
-                play = Play("eval", sampling_of(stage, agent.renderer.stop_token_ids), 1)
+                play = SamplingPlan("eval", stage.rollout.sampling(agent.renderer.stop_token_ids), 1)
                 return await runner.play(tasks, play)
 
     return asyncio.run(asyncio.wait_for(main(), 60)), display.notes

@@ -15,11 +15,11 @@ import pytest
 import envgym
 from envgym import registry
 from envgym.agents.multi_turn import MultiTurn
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, DataError, InvalidStep, NameNotFound
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Message, Observation, Status, StopReason, Task
 
 TASK = Task("t", prompt="What is 40 + 2?", answer="42", fields={"hint": "add", "level": 3})
@@ -474,7 +474,7 @@ def play(tiny_model):
                 config = RolloutConfig(retries=0, refills=0)
                 agent = MultiTurn(renderer, MultiTurn.Config())
                 runner = Runner(spec, agent, Says(), config, max_model_len=512, seed=0, deterministic=False)
-                return await runner.play(list(tasks), Play("p", SamplingParams(64), size))
+                return await runner.play(list(tasks), SamplingPlan("p", SamplingParams(64), size))
 
         return asyncio.run(asyncio.wait_for(main(), 60))
 

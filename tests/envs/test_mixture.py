@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.agent import Agent, AgentConfig
-from envgym.config.schema import RolloutConfig, parse_words, resolve
+from envgym.config.resolve import resolve
+from envgym.config.words import parse_words
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvConfig, EnvSpec, ListTasks
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
 from envgym.evaluation.held_out import result_of
 from envgym.monitoring.metrics import rollout_metrics
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, Episode, Outcome, Task
 
 PLAYERS = '''
@@ -374,7 +376,7 @@ def played(file):
     async def play():
         async with spec:
             tasks = [await spec.tasks("train").get(n) for n in range(8)]
-            return await runner.play(tasks, Play("p", SamplingParams(max_tokens=4), 2))
+            return await runner.play(tasks, SamplingPlan("p", SamplingParams(max_tokens=4), 2))
 
     return asyncio.run(asyncio.wait_for(play(), 30))
 

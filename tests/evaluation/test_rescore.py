@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from envgym import registry
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.episodes.files import read_episodes, write_episodes
 from envgym.episodes.journal import Journal
 from envgym.episodes.record import to_record
@@ -21,7 +21,7 @@ from envgym.errors import ConfigError, DataError, InvalidOutcome
 from envgym.evaluation.rescore import recorded_actions, rescore, saved_groups
 from envgym.evaluation.resumable import UnfinishedFile
 from envgym.monitoring.display import Display
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Episode, Message, Outcome, Row, Segment, Status, StopReason, Task, TextPart, ToolCall, Turn
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -316,16 +316,16 @@ def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
     """Turns with tool calls, recorded by a replay and heard again by the tools."""
     from envgym.agent import AgentConfig
     from envgym.agents.replay import Replay
-    from envgym.config.schema import RolloutConfig
     from envgym.engines.base import SamplingParams
     from envgym.render import load_tokenizer, make_renderer
+    from envgym.rollout.config import RolloutConfig
 
     async def demonstrated():
         agent = Replay(make_renderer("auto", load_tokenizer(str(tiny_model))), AgentConfig())
         async with registry.spec("tool_use", call_share=1.0) as spec:
             tasks = [await spec.tasks("train").get(index) for index in range(4)]
             runner = Runner(spec, agent, None, RolloutConfig(), max_model_len=0, seed=0, deterministic=False)
-            groups = await runner.play(tasks, Play("shown", SamplingParams(max_tokens=1), 1))
+            groups = await runner.play(tasks, SamplingPlan("shown", SamplingParams(max_tokens=1), 1))
         return [episode for group in groups for episode in group.episodes]
 
     episodes = asyncio.run(demonstrated())

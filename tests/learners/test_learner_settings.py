@@ -2,7 +2,7 @@
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError
 from envgym.registry import load_component
 
@@ -94,7 +94,7 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize(("words", "message"), CONTRADICTIONS.items(), ids=map(" ".join, CONTRADICTIONS))
 def test_contradictions_are_refused_in_one_line(words, message):
-    from envgym.config.schema import parse_words
+    from envgym.config.words import parse_words
 
     settings = parse_words([f"learner.{word}" for word in words])
     with pytest.raises(ConfigError) as refused:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, Outputs
 from envgym.registry import load_component

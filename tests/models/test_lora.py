@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from envgym.cli import main
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, MissingDependency
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -166,7 +166,7 @@ def test_4_bit_weights_in_reinforcement_learning(tmp_path, tiny_model, engine):
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_settings_that_cannot_be_are_one_line(settings, said):
-    from envgym.config.schema import merge, parse_words
+    from envgym.config.words import merge, parse_words
 
     words = parse_words([f"{key}={value}" for key, value in settings.items()])
     with pytest.raises(ConfigError, match=said):

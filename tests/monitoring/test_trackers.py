@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, MissingDependency
 from envgym.monitoring import trackers
 from envgym.monitoring.trackers import TRACKERS, RunInfo, Tracker, Trackers, check_installed, numbers_of, run_id

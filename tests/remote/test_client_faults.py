@@ -20,11 +20,11 @@ from aiohttp import web
 import envgym
 import envgym.registry as registry
 from envgym.agent import Agent, AgentConfig
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.remote.transport import RemoteError
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, StopReason, Turn
 
 from .meddling import Forward, meddling
@@ -79,7 +79,7 @@ async def roll(
     )
     async with spec, asyncio.timeout(60):
         posed = [await spec.tasks("train").get(index) for index in range(tasks)]
-        groups = await runner.play(posed, Play("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
+        groups = await runner.play(posed, SamplingPlan("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
         for replica in spec.replicas._replicas:
             assert (replica.taken, len(replica.leases)) == (0, 0), replica.address
         assert on_end()

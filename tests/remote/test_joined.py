@@ -483,7 +483,7 @@ async def serving(
 def test_a_large_body_takes_its_time_and_holds_nobody_up(port, monkeypatch):
     for end in ("gate", "joining"):
         monkeypatch.setattr(f"envgym.remote.{end}.PING_SECONDS", 0.4)  # 0.6 s in which nothing is heard end it
-    monkeypatch.setattr("envgym.env.MOST_CHARACTERS", 10_000_000)
+    monkeypatch.setattr("envgym.env.checked.MOST_CHARACTERS", 10_000_000)
 
     async def main() -> None:
         async with (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from envgym.config.schema import FilterConfig
 from envgym.errors import RunError
 from envgym.rollout.buffer import Buffer
+from envgym.rollout.config import FilterConfig
 from envgym.types import Episode, Group, Outcome, Task
 
 

@@ -11,12 +11,12 @@ import torch
 
 from envgym import Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-from envgym.config.schema import RolloutConfig
 from envgym.engines import TARGETS
 from envgym.engines.base import SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Message, Task
 from envgym.workers.local import LocalRuntime
 
@@ -84,7 +84,7 @@ async def play(kind, folder, logs, recording):
         )
         sampling = SamplingParams(max_tokens=24, stop_token_ids=renderer.stop_token_ids)
         task = Task("t", prompt="What is 12 + 34, naïvely?")
-        [group] = await runner.play([task], Play("exact", sampling, N_EPISODES))
+        [group] = await runner.play([task], SamplingPlan("exact", sampling, N_EPISODES))
     finally:
         await runtime.close()
     return renderer, group.episodes, engine.answers

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.config.schema import FilterConfig, RolloutConfig
 from envgym.env import ListTasks
-from envgym.rollout.buffer import Buffer
-from envgym.rollout.filling import MAX_ROUNDS, fill, nothing_kept
+from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill
+from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
@@ -61,9 +60,9 @@ def half(task):
 def test_a_step_that_loses_nothing_takes_one_round():
     config, buffer, cursor = stage()
     play = Play(half)
-    filling = filled(play, config, buffer, cursor)
-    assert (play.sizes, filling.rounds, len(filling.played), len(buffer)) == ([8], 1, 8, 8)
-    assert filling.metrics() == {"filter/kept_share": 1.0, "filter/rounds": 1}
+    batch = filled(play, config, buffer, cursor)
+    assert (play.sizes, batch.rounds, len(batch.played), len(buffer)) == ([8], 1, 8, 8)
+    assert batch.metrics() == {"filter/kept_share": 1.0, "filter/rounds": 1}
 
 
 def test_later_rounds_ask_for_as_many_as_the_losses_so_far_make_likely():
@@ -72,9 +71,9 @@ def test_later_rounds_ask_for_as_many_as_the_losses_so_far_make_likely():
     config, buffer, cursor = stage(FilterConfig(zero_variance=True, max_rounds=50))
     order = itertools.cycle([1.0, 0.5, 0.0, 1.0])
     play = Play(lambda task: next(order))
-    filling = filled(play, config, buffer, cursor)
+    batch = filled(play, config, buffer, cursor)
     assert play.sizes == [8, 8, 8, 8]
-    assert filling.metrics() == {"filter/kept_share": 0.25, "filter/rounds": 4}
+    assert batch.metrics() == {"filter/kept_share": 0.25, "filter/rounds": 4}
     assert len(buffer) == 8
 
 
@@ -82,9 +81,9 @@ def test_what_is_accepted_beyond_the_steps_need_is_the_next_steps_first():
     config, buffer, cursor = stage()
     first = itertools.chain([1.0] * 6, itertools.repeat(0.5))  # a bad start makes the second round large
     play = Play(lambda task: next(first))
-    filling = filled(play, config, buffer, cursor)
+    batch = filled(play, config, buffer, cursor)
     assert play.sizes == [8, 8]
-    accepted = [group.id for group in filling.played[6:]]
+    accepted = [group.id for group in batch.played[6:]]
     assert [group.id for group in buffer.take(8)] == accepted[:8]
     again = filled(play, config, buffer, cursor)
     assert play.sizes == [8, 8, 6]
@@ -94,8 +93,8 @@ def test_what_is_accepted_beyond_the_steps_need_is_the_next_steps_first():
 def test_rounds_are_bounded_and_the_step_goes_on_with_what_there_is():
     config, buffer, cursor = stage()
     play = Play(lambda task: 0.5 if task.id == "7" else 1.0)
-    filling = filled(play, config, buffer, cursor)
-    assert filling.rounds == 5
+    batch = filled(play, config, buffer, cursor)
+    assert batch.rounds == 5
     assert len(buffer) < 8
 
 
@@ -108,16 +107,16 @@ def test_without_a_filter_only_what_fell_short_is_played_again():
     outcomes = itertools.chain([1.0], itertools.repeat(None))
     broken = Play(lambda task: next(outcomes))
     config, buffer, cursor = stage(FilterConfig())
-    filling = filled(broken, config, buffer, cursor)
-    assert filling.rounds == MAX_ROUNDS
-    assert "complete enough" in nothing_kept(filling, config)
+    batch = filled(broken, config, buffer, cursor)
+    assert batch.rounds == MAX_ROUNDS
+    assert "complete enough" in batch.why_nothing_was_kept(config)
 
 
 @pytest.mark.parametrize("filter", [FILTER, FilterConfig()])
 def test_what_fails_in_every_episode_is_not_played_again(filter):
     config, buffer, cursor = stage(filter)
-    filling = filled(Play(lambda task: None), config, buffer, cursor)
-    assert (filling.rounds, len(filling.played), len(buffer)) == (1, 8, 0)
+    batch = filled(Play(lambda task: None), config, buffer, cursor)
+    assert (batch.rounds, len(batch.played), len(buffer)) == (1, 8, 0)
 
 
 def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
@@ -126,15 +125,15 @@ def test_episodes_without_a_reward_are_not_played_again_and_that_is_said():
             return Group(f"g{next(self.ids)}", task, [Episode("e", task, Outcome.completed()) for _ in range(4)])
 
     config, buffer, cursor = stage(FilterConfig())
-    filling = filled(Unrewarded(None), config, buffer, cursor)
-    assert (filling.rounds, len(buffer)) == (1, 0)
-    assert "no episode has a reward: the environment gave none" in nothing_kept(filling, config)
+    batch = filled(Unrewarded(None), config, buffer, cursor)
+    assert (batch.rounds, len(buffer)) == (1, 0)
+    assert "no episode has a reward: the environment gave none" in batch.why_nothing_was_kept(config)
 
 
 def test_a_step_without_any_group_says_why():
     config, buffer, cursor = stage()
-    filling = filled(Play(lambda task: 1.0), config, buffer, cursor)
-    said = nothing_kept(filling, config)
+    batch = filled(Play(lambda task: 1.0), config, buffer, cursor)
+    said = batch.why_nothing_was_kept(config)
     assert said.startswith("rollout.filter kept none of the 40 groups of 5 rounds: the tasks are all too hard")
 
 
@@ -152,11 +151,11 @@ def test_nothing_accepted_is_lost_nor_learned_twice_also_over_a_resume(
     def steps(config, buffer, cursor, count):
         taken, accepted = [], []
         for _ in range(count):
-            filling = filled(Play(chance), config, buffer, cursor)
-            accepted += [group.task.id for group in filling.played if chance(group.task)]
-            assert filling.kept == sum(bool(chance(group.task)) for group in filling.played)
+            batch = filled(Play(chance), config, buffer, cursor)
+            accepted += [group.task.id for group in batch.played if chance(group.task)]
+            assert batch.kept == sum(bool(chance(group.task)) for group in batch.played)
             step = [group.task.id for group in buffer.take(config.tasks)]
-            assert len(step) == config.tasks or filling.rounds == max_rounds
+            assert len(step) == config.tasks or batch.rounds == max_rounds
             taken.append(step)
         return taken, accepted
 

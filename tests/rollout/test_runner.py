@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from envgym.agent import Agent, AgentConfig
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
 from envgym.isolation import cancellation, event_loop
-from envgym.rollout.runner import Play, Runner, apply_judgement
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan, apply_judgement
 from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
@@ -109,7 +109,7 @@ def play(
     runner = Runner(
         spec, agent(None, AgentConfig()), engine, settings, max_model_len=64, seed=seed, deterministic=deterministic
     )
-    playing = runner.play(tasks, Play(purpose, SAMPLING, size), on_progress, kept=kept, on_episode=on_episode)
+    playing = runner.play(tasks, SamplingPlan(purpose, SAMPLING, size), on_progress, kept=kept, on_episode=on_episode)
     return event_loop.run(asyncio.wait_for(playing, 30))
 
 
@@ -542,7 +542,7 @@ def test_what_was_left_to_itself_samples_no_more(world, deaf):
         engine, config = OneToken(), RolloutConfig(episode_timeout=0.05)
         agent = Deafened(None, AgentConfig())
         runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
-        [group] = await runner.play(TASKS[:1], Play("p", SAMPLING, 1))
+        [group] = await runner.play(TASKS[:1], SamplingPlan("p", SAMPLING, 1))
         assert outcomes([group])[0].reason == "does_not_end"
         left = cancellation.abandoned() - before
         deaf.free.set()
@@ -564,7 +564,7 @@ def test_a_stop_leaves_behind_what_goes_on(world, deaf):
     async def main():
         agent = OneAnswer(None, AgentConfig())
         runner = Runner(spec, agent, OneToken(), RolloutConfig(), max_model_len=64, seed=0, deterministic=False)
-        playing = asyncio.ensure_future(runner.play(TASKS, Play("p", SAMPLING, 1)))
+        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, 1)))
         await all_started.wait()
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -612,7 +612,7 @@ def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_
         engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig()
         spec = make_spec(world)
         runner = Runner(spec, agent, engine, config, max_model_len=64, seed=0, deterministic=deterministic)
-        playing = asyncio.ensure_future(runner.play(TASKS, Play("p", SAMPLING, 2)))
+        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, 2)))
         await engine.all_asked.wait()
         if not dies:
             playing.cancel()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from envgym.agent import Agent, AgentConfig
-from envgym.config.schema import FilterConfig, RolloutConfig
+from envgym.config.schema import CheckpointConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import RunError
@@ -16,14 +16,17 @@ from envgym.evaluation.table import evaluation_text
 from envgym.monitoring.metrics import held_out_metrics, rollout_metrics
 from envgym.monitoring.report import score, tasks_behind
 from envgym.rollout.buffer import Buffer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import FilterConfig, RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.scores import reward_as_score
 from envgym.rollout.transcript import Transcript
+from envgym.training.checkpoints import Checkpoints
+from envgym.training.launch import Components
 from envgym.training.progress import Progress
-from envgym.training.trainer import Trainer
+from envgym.training.run_folder import RunFolder
 from envgym.types import Action, Outcome, Row, Segment, StopReason, Task, Turn
 
-PLAY = Play("p", SamplingParams(max_tokens=1), 1)
+PLAN = SamplingPlan("p", SamplingParams(max_tokens=1), 1)
 
 
 class Pays(Env):
@@ -58,7 +61,7 @@ def runner_of(env=Pays):
 
 def play(*rewards, runner=None, told=None, **said):
     tasks = [Task(f"t{number}", fields={"reward": reward, **said}) for number, reward in enumerate(rewards)]
-    return asyncio.run((runner or runner_of()).play(tasks, PLAY, on_episode=told))
+    return asyncio.run((runner or runner_of()).play(tasks, PLAN, on_episode=told))
 
 
 def scores(groups):
@@ -107,7 +110,7 @@ def test_that_rewards_are_no_scores_is_known_from_then_on_and_of_that_environmen
     assert scores(play(1.0, -1.0, runner=runner)) == [None, None]
     assert scores(play(1.0, 1.0, runner=runner)) == [None, None]
     other = [Task("t", fields={"reward": 1.0}, env="other"), Task("t", fields={"reward": -1.0}, env="game")]
-    assert scores(asyncio.run(runner_of().play(other, PLAY))) == [1.0, None]
+    assert scores(asyncio.run(runner_of().play(other, PLAN))) == [1.0, None]
 
 
 def test_episodes_that_lose_their_score_are_told_of_again_and_stay_so_when_kept():
@@ -141,24 +144,16 @@ def test_a_member_without_a_score_does_not_make_a_group_flat():
 
 
 def test_a_run_that_goes_on_knows_whose_rewards_are_no_scores(tmp_path):
-    """`state` and `load` of the loop, around parts that hold nothing."""
+    """Checkpoints of components that hold nothing else."""
 
-    def loop(unscored):
-        trainer = object.__new__(Trainer)
-        nothing = SimpleNamespace(state=dict, load_state=lambda state: None, roles={}, resume=lambda: None)
-        trainer.parts = SimpleNamespace(
-            pretraining=None, learner=nothing, runner=SimpleNamespace(unscored=unscored), workers={}
-        )
-        trainer.cursor = trainer.buffer = trainer.recorder = nothing
-        trainer.began = 0.0
-        return trainer
+    def checkpoints(unscored):
+        nothing = SimpleNamespace(state=dict, load_state=lambda state: None, roles={})
+        components = Components(nothing, SimpleNamespace(unscored=unscored), {}, SamplingParams(max_tokens=1))
+        return Checkpoints(CheckpointConfig(), RunFolder(tmp_path), components, Progress(), nothing, nothing)
 
-    before, after = loop({"game"}), loop(set())
-    before.progress = Progress()
-    state = before.state()
-    after.folder = SimpleNamespace(mark_best=lambda best: best)
-    asyncio.run(after.load(tmp_path, state))
-    assert after.parts.runner.unscored == {"game"}
+    after: set[str] = set()
+    asyncio.run(checkpoints(after).load(tmp_path, checkpoints({"game"}).state()))
+    assert after == {"game"}
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.config.schema import CurriculumConfig, resolve
+from envgym.config.resolve import resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks, SeedTasks, TaskSet
 from envgym.errors import ConfigError, RunError
 from envgym.tasks import Interleaved
-from envgym.tasks.curriculum import Curriculum
+from envgym.tasks.curriculum import Curriculum, CurriculumConfig
 from envgym.tasks.cursor import TaskCursor
-from envgym.training.trainer import Parts, Trainer
+from envgym.training.launch import Components
+from envgym.training.trainer import Trainer
 from envgym.types import Episode, Group, Outcome, Task
 
 
@@ -325,8 +326,8 @@ def trainer_of(skip):
     spec = SimpleNamespace(tasks=lambda split: task_set(20))
     runner = SimpleNamespace(spec=spec, agent=OneAgent, play=play, unscored=set())
     learner = SimpleNamespace(min_group_size=2, roles={}, state=dict)
-    parts = Parts(learner, runner, {}, SamplingParams(max_tokens=4))
-    return Trainer(config, config.stages[0], parts, None, SimpleNamespace(rollout=None))
+    components = Components(learner, runner, {}, SamplingParams(max_tokens=4))
+    return Trainer(config, config.stages[0], components, None, SimpleNamespace(rollout=None))
 
 
 class OneAgent:
@@ -343,7 +344,7 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(thr
     assert records[0]["curriculum/skipped_share"] == 0
     assert sum(record["curriculum/skipped_share"] for record in records[8:]) / 8 > 0.2
     assert records[0]["curriculum/unsolved_share"] > 0
-    state = trainer.state()["cursor"]
+    state = trainer.checkpoints.state()["cursor"]
     assert sum(state["curriculum"]["flat"].values()) >= 10
     resumed = trainer_of(0.75)
     resumed.cursor.load_state(through_a_checkpoint(state))

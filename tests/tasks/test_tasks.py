@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envgym
-from envgym.config.schema import parse_words
+from envgym.config.words import parse_words
 from envgym.errors import ConfigError, DataError, MissingDependency
 from envgym.tasks import DataConfig, TaskSplits, load_tasks, prompt_key
 from envgym.types import Task

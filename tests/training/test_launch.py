@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.engines.base import EngineInfo
 from envgym.errors import ConfigError
-from envgym.training.launch import episodes_at_once, start_parts
+from envgym.training.launch import episodes_at_once, start_components
 
 
 class Handle:
@@ -61,7 +61,7 @@ def start(tiny_model):
         services = SimpleNamespace(names=(), of_policy=(), bind_policy=lambda *args, **kwargs: None)
         place = SimpleNamespace(spec=stage.make_spec(), services=services, runtime=runtime)
         display = SimpleNamespace(phase=lambda text: None, note=print)
-        return asyncio.ensure_future(start_parts(config, stage, place, str(tiny_model), display))
+        return asyncio.ensure_future(start_components(config, stage, place, str(tiny_model), display))
 
     return begin
 

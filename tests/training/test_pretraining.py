@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.config.schema import PretrainConfig, resolve
+from envgym.config.resolve import resolve
+from envgym.config.schema import PretrainConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks
 from envgym.errors import ConfigError, DataError
 from envgym.learner import LearnerConfig, LearnRow, RoleSpec
 from envgym.render import load_tokenizer, make_renderer
+from envgym.training.launch import Components
 from envgym.training.pretraining import Pretraining, spread
-from envgym.training.trainer import Parts, Trainer
+from envgym.training.trainer import Trainer
 from envgym.types import Objective, Task
 from envgym.workers.config import WorkersConfig
 
@@ -209,9 +211,9 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(samples=True), unscored=set())
     workers = {"actor": Worker(), "critic": Worker()}
     pretraining = Pretraining(config, renderer, 0)
-    parts = Parts(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)
-    trainer = Trainer(run, run.stages[0], parts, None, None)
-    asyncio.run(trainer.learn([]))
+    components = Components(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)
+    trainer = Trainer(run, run.stages[0], components, None, None)
+    asyncio.run(trainer.update.learn([]))
     policy, text = Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY
     assert [kinds for kinds, _ in workers["actor"].steps] == [[policy] * 2 + [text] * n for n in (2, 1, 2, 1)]
     assert [kinds for kinds, _ in workers["critic"].steps] == [[policy] * 2] * 4
@@ -223,4 +225,4 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     assert record["tokens/pretrain"] == n_text
     assert record["tokens/trained"] == trainer.progress.tokens["trained"] == 2 * 8 + n_text
     assert record["tokens/processed"] == 2 * (12 + 3) + n_text
-    assert trainer.state()["pretraining"] == pretraining.state()
+    assert trainer.checkpoints.state()["pretraining"] == pretraining.state()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.disk import write_atomically
-from envgym.errors import CheckpointDamaged, EnvgymError, RunError
+from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
 from envgym.training.run import claimed_folder, resume_config
 from envgym.training.run_folder import RunFolder, stage_folders
 
@@ -325,6 +325,44 @@ def test_the_name_of_a_run_that_never_began_is_free_again_and_no_others(tmp_path
     assert RunFolder(folder).read_metrics() == [{"step": 1}]
 
 
+def test_the_name_of_several_stages_that_never_began_is_free_again(tmp_path):
+    config = resolve({"env": "math_verify", "name": "two", "runs_dir": str(tmp_path)}, recipe="sft_grpo")
+    with claimed_folder(config, resume=False) as folder:
+        first, second = stage_folders(folder, config.learners)
+        first.create()
+        first.write_summary({"status": "failed", "steps": 0})
+    with claimed_folder(config, resume=False):
+        assert not first.path.exists()
+        for stage, summary in (
+            (first, {"status": "completed", "steps": 2}),
+            (second, {"status": "failed", "steps": 0}),
+        ):
+            stage.create()
+            stage.write_summary(summary)
+    with pytest.raises(RunError, match="exists: choose another --name"), claimed_folder(config, resume=False):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "began", "is_kept"),
+    [(DataError("no file"), False, False), (DataError("gone"), True, True), (WorkerDied("see its log"), False, True)],
+)
+def test_a_run_that_cannot_be_set_up_leaves_no_folder(tmp_path, error, began, is_kept):
+    config = resolve({"env": "math_verify", "name": "first", "runs_dir": str(tmp_path)})
+    folder = RunFolder(tmp_path / "first")
+
+    def run():
+        with claimed_folder(config, resume=False):
+            folder.create()
+            if began:
+                folder.rewind(-1)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    assert folder.path.exists() == is_kept
+
+
 # -- how far a resumed run goes ---------------------------------------------------------------------------
 
 
@@ -333,7 +371,7 @@ def begun(path, steps, recipe=None):
     config = resolve({"env": "math_verify", "steps": 5}, recipe=recipe)
     path.mkdir()
     (path / "config.yaml").write_text(config.to_yaml())
-    [*_, last] = stage_folders(path, config)
+    [*_, last] = stage_folders(path, config.learners)
     last.create()
     for step in range(1, steps + 1):
         last.append_metrics({"step": step})

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from envgym.monitoring.display import Display
-from envgym.training.run import _Interrupts
-from envgym.training.stop import Stop, Stopped
+from envgym.training.stop import Interrupts, Stop, Stopped
 
 
 def test_work_that_is_done_first_is_what_comes():
@@ -62,7 +61,7 @@ class Gone(Display):
 def test_a_signal_stops_a_run_though_its_terminal_is_gone(number):
     async def body():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        stop, interrupts = Stop(), _Interrupts(Gone())
+        stop, interrupts = Stop(), Interrupts(Gone())
         with interrupts:
             interrupts.listen(stop.set)
             os.kill(os.getpid(), number)
@@ -75,7 +74,7 @@ def test_a_closed_terminal_is_told_of_twice_and_asks_once():
     """By the shell and by the kernel; a second Ctrl-C would end the run at once."""
 
     async def body():
-        stop, interrupts = Stop(), _Interrupts(Display())
+        stop, interrupts = Stop(), Interrupts(Display())
         with interrupts:
             interrupts.listen(stop.set)
             os.kill(os.getpid(), signal.SIGHUP)
@@ -90,7 +89,7 @@ def test_a_closed_terminal_is_told_of_twice_and_asks_once():
 
 def test_a_run_that_was_started_with_nohup_outlives_its_terminal():
     async def body():
-        stop, interrupts = Stop(), _Interrupts(Display())
+        stop, interrupts = Stop(), Interrupts(Display())
         with interrupts:
             interrupts.listen(stop.set)
             os.kill(os.getpid(), signal.SIGHUP)

@@ -3,119 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.engines.base import SamplingParams
+from envgym.env import ListTasks
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
+from envgym.learner import LearnerConfig, LearnRow, RoleSpec
+from envgym.monitoring.display import Display
+from envgym.training import trainer as trainer_module
+from envgym.training.launch import Components
 from envgym.training.run_folder import RunFolder
-from envgym.training.trainer import Parts, Trainer
+from envgym.training.trainer import Trainer
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 
-class Loop(Trainer):
-    """A loop whose third step meets `error` at a place of it, or, with `finish_step`, what comes after the second."""
-
-    def __init__(self, error: Exception, where: str) -> None:
-        self.error, self.where = error, where
-        self.progress: Any = SimpleNamespace(step=0, recorded=True, record={})
-        self.stage: Any = SimpleNamespace(steps=5)
-        self.stop: Any = SimpleNamespace(is_set=lambda: False)
-        self.kept: list[int] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"progress": {"step": self.progress.step, "best": None}}
-
-    def meet(self, where: str) -> None:
-        done = 3 if where == "sync" else 2
-        if where == self.where and self.progress.step == done:
-            raise self.error
-
-    async def sync(self) -> None:
-        self.meet("sync")
-
-    async def roll_out(self) -> Any:
-        self.meet("roll_out")
-
-    async def score(self, groups: Any) -> None:
-        self.meet("score")
-
-    async def learn(self, groups: Any) -> None:
-        self.meet("learn")
-
-    async def finish_step(self) -> None:
-        self.meet("finish_step")
-        self.progress.recorded = True
-
-    async def checkpoint(self, state: dict[str, Any]) -> Any:
-        self.kept.append(state["progress"]["step"])
-
-
-@pytest.mark.parametrize("where", ["roll_out", "finish_step"])
-def test_tasks_that_cannot_be_read_any_more_cost_no_steps(where):
-    loop = Loop(InvalidOutcome("server", "500 Internal Server Error", retryable=True), where)
-    with pytest.raises(RolloutFailed, match="after step 2: 500 Internal Server Error"):
-        asyncio.run(loop.run())
-    assert loop.kept == [2]
-
-
-@pytest.mark.parametrize(("where", "kept"), [("roll_out", 2), ("score", 2), ("finish_step", 2), ("sync", 3)])
-def test_an_engine_that_died_costs_no_steps(where, kept):
-    loop = Loop(WorkerDied("engine was killed by SIGKILL"), where)
-    with pytest.raises(WorkerDied, match="engine was killed"):
-        asyncio.run(loop.run())
-    assert loop.kept == [kept]
-
-
-def test_a_worker_that_died_while_it_learned_has_no_weights_to_keep():
-    loop = Loop(WorkerDied("out of memory"), "learn")
-    with pytest.raises(WorkerDied):
-        asyncio.run(loop.run())
-    assert loop.kept == []
-
-
-def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told():
-    class Dead(Loop):
-        async def checkpoint(self, state: dict[str, Any]) -> Any:
-            raise WorkerDied("actor-0 has ended")
-
-    with pytest.raises(WorkerDied, match="actor-0 was killed"):
-        asyncio.run(Dead(WorkerDied("actor-0 was killed by SIGKILL"), "score").run())
-
-
-def test_a_step_is_whole_once_its_episodes_are_on_the_disk():
-    class Writes(Loop):
-        async def roll_out(self) -> Any:
-            self._writing = asyncio.ensure_future(self.write())
-
-        async def write(self) -> None:
-            await self.learned.wait()  # beside the learning, not before it
-            raise OSError(28, "No space left on device")
-
-        async def learn(self, groups: Any) -> None:
-            self.learned.set()
-
-    loop = Writes(OSError(), "")
-    loop.learned = asyncio.Event()
-    with pytest.raises(OSError, match="No space left"):
-        asyncio.run(loop.run())
-    assert loop.progress.step == 0
-
-
-# -- going on ---------------------------------------------------------------------------------------------
-
-
-class Adapting:
-    """A learner with a coefficient that follows what it observes."""
+class Learner:
+    """Learns from every row; it has a coefficient that follows what it observes."""
 
     min_group_size = 2
-    roles: ClassVar[dict[str, Any]] = {}
+    roles: ClassVar[dict[str, Any]] = {
+        "actor": RoleSpec(trained=True, scored=False),
+        "reference": RoleSpec(trained=False),
+    }
+    config = LearnerConfig(name="any")
 
     def __init__(self) -> None:
         self.coefficient = 0.1
+
+    def prepare(self, groups: Any) -> list[LearnRow]:
+        return [LearnRow.of(row) for group in groups for episode in group.episodes for row in episode.rows]
+
+    def denominators(self, rows: Any) -> dict[str, float]:
+        return {}
+
+    def metrics(self, rows: Any) -> dict[str, float]:
+        return {}
+
+    def observe(self, record: Any) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {"coefficient": self.coefficient}
@@ -124,16 +55,73 @@ class Adapting:
         self.coefficient = state["coefficient"]
 
 
-def trainer_of(folder: RunFolder) -> Trainer:
-    """The real loop over parts that play, sample and learn nothing."""
-    config = resolve({"env": "math_verify", "rollout": {"tasks": 1, "group_size": 2}})
-    tasks = SimpleNamespace(size=20, seeded=lambda seed: tasks)
-    runner = SimpleNamespace(
-        spec=SimpleNamespace(tasks=lambda split: tasks), agent=SimpleNamespace(samples=True), play=None, unscored=set()
-    )
-    parts: Any = Parts(Adapting(), runner, {}, SamplingParams(max_tokens=4))
-    display: Any = SimpleNamespace(rollout=None, note=print)
-    return Trainer(config, config.stages[0], parts, folder, display)
+class World:
+    """Runner, workers and sync of a loop, which meet `error` at a place of the third step: `roll_out`, `score`,
+    `learn`, `sync`, or `evaluate`, which comes after the second."""
+
+    info: ClassVar[dict[str, Any]] = {}
+    settings = SimpleNamespace(ranks=1)
+
+    def __init__(self, error: Exception | None = None, where: str = "") -> None:
+        self.error, self.where = error, where
+        self.counts: dict[str, int] = {}
+        self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]))
+        self.agent = SimpleNamespace(samples=True)
+        self.unscored: set[str] = set()
+        self.learned = threading.Event()
+
+    def meet(self, where: str) -> None:
+        self.counts[where] = self.counts.get(where, 0) + 1
+        if where == self.where and self.counts[where] == {"sync": 4, "evaluate": 2}.get(where, 3):
+            assert self.error is not None
+            raise self.error
+
+    async def play(self, tasks: Any, plan: Any, on_progress: Any) -> list[Group]:
+        self.meet("evaluate" if plan.purpose.startswith("eval") else "roll_out")
+        return [played(task.id) for task in tasks]
+
+    async def forward(self, rows: Any) -> list[Any]:
+        self.meet("score")
+        return [np.zeros(len(row.token_ids), np.float32) for row in rows]
+
+    async def accumulate(self, rows: Any, denominators: Any) -> dict[str, float]:
+        self.meet("learn")
+        self.learned.set()
+        return {"loss": 1.0}
+
+    async def step(self, lr: float) -> dict[str, float]:
+        return {"grad_norm": 1.0}
+
+    async def save_state(self, path: str) -> None:
+        pass
+
+    async def load_state(self, path: str) -> None:
+        pass
+
+
+class Sync:
+    """The weights' way to the engine of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def __call__(self, version: int) -> float:
+        self.world.meet("sync")
+        return 0.0
+
+    def check(self, where: str, difference: float) -> None:
+        pass
+
+
+def trainer_of(folder: RunFolder, world: World | None = None, *, engine: Any = None) -> Trainer:
+    """The real loop over components that play and learn nothing."""
+    world = world or World()
+    rollout = {"tasks": 1, "group_size": 2}
+    evals = {"every": 2, "tasks": 1, "greedy": False}
+    config = resolve({"env": "math_verify", "steps": 5, "rollout": rollout, "eval": evals, "checkpoint": {"every": 0}})
+    workers = {"actor": world, "reference": world}
+    components: Any = Components(Learner(), world, workers, SamplingParams(max_tokens=4), engine, Sync(world))
+    return Trainer(config, config.stages[0], components, folder, Display())
 
 
 def played(id: str) -> Group:
@@ -153,19 +141,71 @@ def folder(tmp_path):
     return made
 
 
+def kept(folder: RunFolder) -> list[int]:
+    """The steps of the checkpoints there are."""
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("where", ["roll_out", "evaluate"])
+def test_tasks_that_cannot_be_read_any_more_cost_no_steps(where, folder):
+    error = InvalidOutcome("server", "500 Internal Server Error", retryable=True)
+    with pytest.raises(RolloutFailed, match="after step 2: 500 Internal Server Error"):
+        asyncio.run(trainer_of(folder, World(error, where)).run())
+    assert kept(folder) == [2]
+
+
+@pytest.mark.parametrize(("where", "step"), [("roll_out", 2), ("score", 2), ("evaluate", 2), ("sync", 3)])
+def test_an_engine_that_died_costs_no_steps(where, step, folder):
+    with pytest.raises(WorkerDied, match="engine was killed"):
+        asyncio.run(trainer_of(folder, World(WorkerDied("engine was killed by SIGKILL"), where)).run())
+    assert kept(folder) == [step]
+
+
+def test_a_worker_that_died_while_it_learned_has_no_weights_to_keep(folder):
+    with pytest.raises(WorkerDied):
+        asyncio.run(trainer_of(folder, World(WorkerDied("out of memory"), "learn")).run())
+    assert kept(folder) == []
+
+
+def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told(folder):
+    class Dead(World):
+        async def save_state(self, path: str) -> None:
+            raise WorkerDied("actor-0 has ended")
+
+    with pytest.raises(WorkerDied, match="actor-0 was killed"):
+        asyncio.run(trainer_of(folder, Dead(WorkerDied("actor-0 was killed by SIGKILL"), "score")).run())
+
+
+def test_a_step_is_whole_once_its_episodes_are_on_the_disk(folder, monkeypatch):
+    world = World()
+
+    def write(path: Any, episodes: Any) -> None:
+        assert world.learned.wait(60)  # beside the learning, not before it
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer_module, "write_rollouts", write)
+    trainer = trainer_of(folder, world, engine=object())
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(trainer.run())
+    assert trainer.progress.step == 0
+
+
+# -- going on ---------------------------------------------------------------------------------------------
+
+
 def test_a_loop_goes_on_with_all_that_it_knew(folder):
     trainer = trainer_of(folder)
     trainer.progress.step, trainer.progress.evals = 3, {"before": {"score": 1 / 3, "ci95": (0.1, 0.2)}}
     trainer.progress.seconds["rollout"] = 0.1 + 0.2
-    trainer.parts.learner.coefficient = 1 / 7
+    trainer.components.learner.coefficient = 1 / 7
     trainer.buffer.add([played("a"), played("b")])
-    trainer.cursor._index()
-    trainer.parts.runner.unscored.add("game")
-    then = trainer.state()
-    kept = asyncio.run(trainer.checkpoint(then))
+    asyncio.run(trainer.cursor.next(1))
+    trainer.components.runner.unscored.add("game")
+    then = trainer.checkpoints.state()
+    checkpoint = asyncio.run(trainer.checkpoints.save(then))
     resumed = trainer_of(folder)
-    asyncio.run(resumed.load(kept, folder.read_state(kept)))
-    now = resumed.state()
+    asyncio.run(resumed.checkpoints.load(checkpoint, folder.read_state(checkpoint)))
+    now = resumed.checkpoints.state()
     assert now["progress"]["seconds"].pop("total") >= then["progress"]["seconds"].pop("total")
     assert now == then
     assert resumed.buffer.take(1) == [played("a")]
@@ -173,15 +213,15 @@ def test_a_loop_goes_on_with_all_that_it_knew(folder):
 
 def test_a_state_that_fits_no_loop_is_said_in_one_line(folder):
     trainer = trainer_of(folder)
-    kept = asyncio.run(trainer.checkpoint(trainer.state()))
+    checkpoint = asyncio.run(trainer.checkpoints.save())
     for spoiled in ({"cursor": {}}, {"buffer": []}, {"progress": {"step": 1, "rounds": 2}}, {"learner": None}):
         with pytest.raises(RunError, match=r"the controller's state in .*step_000000 does not fit this version"):
-            asyncio.run(trainer_of(folder).load(kept, {**folder.read_state(kept), **spoiled}))
+            asyncio.run(trainer_of(folder).checkpoints.load(checkpoint, {**folder.read_state(checkpoint), **spoiled}))
 
 
 def test_what_a_learner_keeps_must_be_plain_and_a_checkpoint_that_failed_leaves_nothing(folder):
     trainer = trainer_of(folder)
-    trainer.parts.learner.coefficient = {1, 2}
+    trainer.components.learner.coefficient = {1, 2}
     with pytest.raises(RunError, match=r"cannot be kept: it holds a set\. What a learner's state\(\) returns must"):
-        asyncio.run(trainer.checkpoint(trainer.state()))
+        asyncio.run(trainer.checkpoints.save())
     assert list(folder.checkpoints.iterdir()) == []

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envgym.config.schema import StageConfig
 from envgym.engines.base import SamplingParams
 from envgym.errors import RunError
-from envgym.training.trainer import Trainer
+from envgym.learner import LearnerConfig, RoleSpec
+from envgym.training.launch import Components
+from envgym.training.progress import Progress
+from envgym.training.update import Update
 from envgym.training.weight_sync import PROBE, WeightSync
 from envgym.workers.metrics import merge
 
@@ -83,19 +87,12 @@ def test_a_probe_that_differs_stops_the_run(differences):
         asyncio.run(Both(differences).sync()(3))
 
 
-class Step(Trainer):
-    """An optimizer step of an actor that says how far its episodes' log-probabilities are from the sampler's."""
+class Actor:
+    """The ranks of an actor that says how far its episodes' log-probabilities are from the sampler's."""
 
-    def __init__(self, mean_abs: float, sampling: SamplingParams) -> None:
+    def __init__(self, mean_abs: float) -> None:
         self.stepped = False
         self.mean_abs = mean_abs
-        roles = {"actor": SimpleNamespace(trained=True, idle_steps=0)}
-        learner = SimpleNamespace(roles=roles, denominators=lambda rows: {}, config=None)
-        self.progress: Any = SimpleNamespace(step=0, optimizer_steps=0)
-        self.stage: Any = SimpleNamespace(steps=5, roles={})
-        self.parts: Any = SimpleNamespace(
-            learner=learner, workers={"actor": self}, sampling=sampling, sync=Both([0.0]).sync()
-        )
 
     async def accumulate(self, rows, denominators):
         return {"mismatch/mean_abs": self.mean_abs}
@@ -105,25 +102,32 @@ class Step(Trainer):
         raise InterruptedError  # what comes after it is no matter here
 
 
+def take_step(actor, **sampling):
+    """An optimizer step of the actor on no rows."""
+    roles = {"actor": RoleSpec(trained=True)}
+    learner: Any = SimpleNamespace(roles=roles, denominators=lambda rows: {}, config=LearnerConfig(name="any"))
+    sampled = SamplingParams(max_tokens=4, **sampling)
+    components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())
+    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress()).take([], []))
+
+
 @pytest.mark.parametrize("mean_abs", [0.02, math.nan])
-def test_episodes_that_the_actor_would_not_have_played_stop_the_run_before_it_learns(mean_abs, monkeypatch):
-    monkeypatch.setattr("envgym.training.trainer.learning_rate", lambda *args: 1.0)
-    step = Step(mean_abs, SamplingParams(max_tokens=4))
+def test_episodes_that_the_actor_would_not_have_played_stop_the_run_before_it_learns(mean_abs):
+    actor = Actor(mean_abs)
     with pytest.raises(RunError, match="disagree on this step's episodes"):
-        asyncio.run(step.optimizer_step([], []))
-    assert not step.stepped
+        take_step(actor)
+    assert not actor.stepped
 
 
 @pytest.mark.parametrize(
     ("mean_abs", "sampling"),
     [(0.001, {}), (0.02, {"top_p": 0.9}), (0.02, {"top_k": 5})],  # a cut support differs by the cut
 )
-def test_episodes_of_the_same_policy_are_learned_from(mean_abs, sampling, monkeypatch):
-    monkeypatch.setattr("envgym.training.trainer.learning_rate", lambda *args: 1.0)
-    step = Step(mean_abs, SamplingParams(max_tokens=4, **sampling))
+def test_episodes_of_the_same_policy_are_learned_from(mean_abs, sampling):
+    actor = Actor(mean_abs)
     with pytest.raises(InterruptedError):
-        asyncio.run(step.optimizer_step([], []))
-    assert step.stepped
+        take_step(actor, **sampling)
+    assert actor.stepped
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, MissingDependency
 from envgym.learner import LearnerConfig
 from envgym.workers import zero

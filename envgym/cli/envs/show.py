@@ -60,7 +60,8 @@ def show_main(arguments: Sequence[str]) -> int:
 
 def _first_words(id: str) -> str:
     from envgym import registry
-    from envgym.env import Env, EnvSpec, first_words
+    from envgym.env import Env, EnvSpec
+    from envgym.env.spec import first_words
     from envgym.loading import load_class
 
     target = registry.find(id).entry_point

@@ -34,7 +34,7 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def makes_model(name: str) -> bool:
-    """Whether `name` is a shipped recipe that makes a model."""
+    """True if `name` is a shipped recipe that makes a model."""
     return name in recipe_names() and "new_model" in load_recipe(name)
 
 
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """What YAML text says. Raises `yaml.YAMLError`, also for a key that is given twice."""
+    """The value of YAML text. Raises `yaml.YAMLError`, also for a key that is given twice."""
     return yaml.load(text, _Loader)
 
 

@@ -88,7 +88,7 @@ class RewardEnv(Env):
         return Observation(text=prompt_text(self.task)), {}
 
     async def step(self, action: Action) -> StepResult:
-        return _paid(await self.spec.reward_of(self.task, action))
+        return _last_step(await self.spec.reward_of(self.task, action))
 
 
 class ThreadRewardEnv(RewardEnv):
@@ -96,7 +96,7 @@ class ThreadRewardEnv(RewardEnv):
 
     def step(self, action: Action) -> StepResult:  # type: ignore[override]
         spec = self.spec
-        return _paid(as_reward(spec.function(**spec.arguments(self.task, action)), spec.name))
+        return _last_step(as_reward(spec.function(**spec.arguments(self.task, action)), spec.name))
 
 
 class GroupRewardEnv(RewardEnv):
@@ -106,8 +106,8 @@ class GroupRewardEnv(RewardEnv):
         return None, None, True, False, {}
 
 
-def _paid(said: Reward) -> StepResult:
-    return None, said.reward, True, False, {"score": said.score, "metrics": dict(said.metrics)}
+def _last_step(reward: Reward) -> StepResult:
+    return None, reward.reward, True, False, {"score": reward.score, "metrics": dict(reward.metrics)}
 
 
 class RewardSpec(DataEnvSpec):
@@ -140,7 +140,7 @@ class RewardSpec(DataEnvSpec):
                 self._parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
-                "envgym.env.rewards.host:FunctionHost",
+                "envgym.env.rewards.functions:FunctionHost",
                 {"target": self._target()},
                 count=self.config.processes,
                 name=self.name,
@@ -166,15 +166,15 @@ class RewardSpec(DataEnvSpec):
         return super().demonstrations(task, seed)
 
     def arguments(self, task: Task, action: Action) -> dict[str, Any]:
-        """What the function is called with for one answer."""
+        """The arguments of the function for one answer."""
         messages = conversation(task, action.text)
         return self._parameters.pick(task, self._aliases, completion=action.text, messages=messages, action=action)
 
     async def reward_of(self, task: Task, action: Action) -> Reward:
         arguments = self.arguments(task, action)
         if self._processes is not None:
-            said: Reward = await self._processes.call("one", arguments, timeout=self.config.call_timeout)
-            return said
+            reward: Reward = await self._processes.call("one", arguments, timeout=self.config.call_timeout)
+            return reward
         return as_reward(await self.function(**arguments), self.name)
 
     @functools.cached_property
@@ -201,7 +201,7 @@ class RewardSpec(DataEnvSpec):
         }
 
     def _target(self) -> str:
-        """How a process of its own finds the function. Raises `ConfigError` where it cannot."""
+        """The target by which a process of its own finds the function. Raises `ConfigError` where it cannot."""
         name, file = self.function.__qualname__, inspect.getsourcefile(self.function)
         if "<locals>" in name or file is None or not Path(file).is_file():
             raise ConfigError(f"env.processes: {self.name} must be at the top level of a file, to be found from there")
@@ -219,10 +219,10 @@ class GroupRewardSpec(RewardSpec):
         rows = [self.arguments(task, answer_of(episode)) for episode in episodes]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         timeout = self.config.call_timeout
-        said: list[Reward | InvalidStep]
+        rewards: list[Reward | InvalidStep]
         if self._processes is not None:
-            said = await self._processes.call("group", columns, len(rows), seed_of(episodes), timeout=timeout)
-            return said
+            rewards = await self._processes.call("group", columns, len(rows), seed_of(episodes), timeout=timeout)
+            return rewards
         async with self._calls:
             return as_rewards(await self._call(columns, timeout), len(rows), self.name)
 
@@ -244,11 +244,11 @@ class GroupRewardSpec(RewardSpec):
 
 def answer_of(episode: Episode) -> Action:
     """The last thing the policy said in an episode."""
-    said = [message for message in episode.messages if message.role == "assistant"]
+    answers = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
     turns = [turn for row in episode.rows for turn in row.turns]
     token_ids = tuple(actions[-1].token_ids) if actions else ()  # an API tells none
-    return Action(said[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
+    return Action(answers[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
 
 
 def seed_of(episodes: Sequence[Episode]) -> int:

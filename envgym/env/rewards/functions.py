@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
+from envgym.env.checked import finite_metrics
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
+from envgym.loading import load_function
 from envgym.types import Judgement, Message, Task, as_messages
 
 ARGUMENTS = ("completion", "prompt", "answer", "task", "messages", "action")
-"""What a reward function may take besides the fields of the data row."""
+"""Parameters that a reward function may have besides the fields of the data row."""
 
 Reward = Judgement
 
@@ -107,7 +109,7 @@ async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def as_reward(value: Any, name: str) -> Reward:
-    """What the reward function `name` returned for one answer. Raises `InvalidStep` for what is no reward."""
+    """The reward that the function `name` returned for one answer. Raises `InvalidStep` for what is no reward."""
     if isinstance(value, Mapping):
         fields = Reward.__dataclass_fields__
         if unknown := [str(key) for key in value if key not in fields]:
@@ -129,7 +131,7 @@ def as_reward(value: Any, name: str) -> Reward:
 
 
 def as_rewards(value: Any, count: int, name: str) -> list[Reward | InvalidStep]:
-    """What a batch function returned for `count` answers, one by one: what is wrong with one leaves the others alone.
+    """The rewards that a batch function returned for `count` answers: what is wrong with one leaves the others alone.
 
     It is a list of what `as_reward` takes, or a mapping of lists: `reward`, `score` and `metrics`, by name. Raises
     `InvalidStep` where there is not one thing for each answer.
@@ -171,16 +173,6 @@ def column(value: Any, count: int, what: str) -> list[Any]:
     return list(values)
 
 
-def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers; others are left out and counted, as everywhere (`invalid_metrics`)."""
-    kept: dict[str, float] = {}
-    for key, value in metrics.items():
-        with contextlib.suppress(InvalidStep):
-            if (metric := number(value, "")) is not None:
-                kept[str(key)] = metric
-    return kept if len(kept) == len(metrics) else kept | {"invalid_metrics": float(len(metrics) - len(kept))}
-
-
 def number(value: Any, what: str) -> float | None:
     """A finite float of a number, or of an array or tensor of one; None stays None. `what` begins the message of the
     `InvalidStep`."""
@@ -193,3 +185,25 @@ def number(value: Any, what: str) -> float | None:
     if not math.isfinite(result):
         raise InvalidStep(f"{what} {value!r:.60}: it must be a finite number or None")
     return result
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In processes of their own
+
+
+class FunctionHost:
+    """Calls the function that `target` (`file.py:name`) names. What it returns crosses the wire as plain numbers."""
+
+    def __init__(self, target: str) -> None:
+        self._function = load_function(target, "reward function")
+        self._name = self._function.__name__
+
+    def ping(self) -> None:
+        """A sign of life."""
+
+    async def one(self, arguments: dict[str, Any]) -> Reward:
+        return as_reward(await run(self._function, **arguments), self._name)
+
+    async def group(self, columns: dict[str, list[Any]], count: int, seed: int) -> list[Reward | InvalidStep]:
+        random.seed(seed)  # the process is the function's own, so that what it draws at random can be repeated
+        return as_rewards(await run(self._function, **columns), count, self._name)

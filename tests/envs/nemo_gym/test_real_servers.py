@@ -18,11 +18,11 @@ import yaml
 
 import envgym
 from envgym.agents.tool_calling import ToolCalling
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, StopReason, ToolCall, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -254,7 +254,7 @@ def rollout(tiny_model, environment, lines, *, before=lambda turn: None, size=4)
     async def main():
         async with environment:
             task = await environment.tasks("train").get(0)
-            [group] = await runner.play([task], Play("p", sampling, size))
+            [group] = await runner.play([task], SamplingPlan("p", sampling, size))
             return group.episodes
 
     return asyncio.run(main())

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from envgym import registry
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.registry import load_component
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import StopReason, Task, VersionSpan
 
 SEEDS = Path(__file__).parents[2] / "data" / "seeds"
@@ -81,7 +81,7 @@ def play(renderer, recording, tmp_path, monkeypatch):
                 params = SamplingParams(
                     **{"max_tokens": 256, "stop_token_ids": renderer.stop_token_ids, **(sampling or {})}
                 )
-                return await runner.play(tasks, Play("p", params, size))
+                return await runner.play(tasks, SamplingPlan("p", params, size))
 
         return asyncio.run(asyncio.wait_for(main(), 120)), engine
 

@@ -13,12 +13,12 @@ import yaml
 from aiohttp import web
 
 from envgym import Env, EnvSpec
-from envgym.config.schema import RolloutConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.envs.nemo_gym.agent import NeMoGym, NeMoGymConfig
 from envgym.errors import InvalidOutcome, WorkerError
 from envgym.render import load_tokenizer, make_renderer
-from envgym.rollout.runner import Play, Runner
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.sampler import EpisodeSampler
 from envgym.types import StopReason, Task, VersionSpan
 
@@ -79,7 +79,7 @@ def play(renderer, engine, rows, *, size=1, context=4096, max_tokens=200, **sett
     )
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=renderer.stop_token_ids)
     tasks = [Task(f"row-{number}", fields=row) for number, row in enumerate(rows)]
-    groups = asyncio.run(runner.play(tasks, Play("p", sampling, size)))
+    groups = asyncio.run(runner.play(tasks, SamplingPlan("p", sampling, size)))
     return [episode for group in groups for episode in group.episodes]
 
 

@@ -6,30 +6,30 @@ started as its run started it, on as many ranks, given that state, and saved as 
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envgym.config.recipes import read_yaml
-from envgym.config.schema import RunConfig, StageConfig, validated
+from envgym.config.schema import RunConfig, StageConfig
+from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError
 from envgym.render import load_tokenizer
-from envgym.training.launch import make_runtime, start_role
-from envgym.training.run_folder import CONTROLLER, RunFolder, check_form, run_of_checkpoint, stage_folders
+from envgym.settings import validated
+
+from .launch import make_runtime, start_role
+from .run_folder import CONTROLLER, RunFolder, check_form, run_of_checkpoint, stage_folders
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 Fetch = Callable[[str], Awaitable[str]]
-"""What finds the folder or hub id that a model's name stands for (`models.fetch_model`)."""
+"""Finds the folder or hub id that a model's name stands for (`find_model.fetch_model`)."""
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a run's checkpoint, or what is left of one."""
+    """True if a folder is a run's checkpoint, or what is left of one."""
     return (folder / CONTROLLER).is_file() or run_of_checkpoint(folder) is not None
 
 
@@ -57,23 +57,19 @@ async def model_of_checkpoint(checkpoint: Path, runtime: str, fetch: Fetch, disp
         base = await _base(origin, fetch)
     except EnvgymError as error:
         raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
-    _remove_abandoned(checkpoint)
-    unfinished = checkpoint / f"model.{socket.gethostname()}.{os.getpid()}.unfinished"
     try:
-        unfinished.mkdir()
-        display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
-        await _write(unfinished, checkpoint, origin, runtime, base)
-        _name(unfinished, final)
+        with unfinished(final) as made:
+            display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
+            await _write(made, checkpoint, origin, runtime, base)
+            publish(made, final)
     except OSError as error:
         raise ConfigError(f"the model of {checkpoint} cannot be written beside it: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return final
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The stage that a checkpoint is of: the run's settings, the folders of its stages, and which one it is."""
+    """The stage that left a checkpoint: the run's settings, the folders of its stages, and which one it is."""
 
     config: RunConfig
     folders: list[RunFolder]
@@ -93,7 +89,7 @@ def _origin(checkpoint: Path) -> _Origin:
     config = validated(RunConfig, read_yaml(saved), str(saved))
     if index >= len(config.stages):
         raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {saved} has {len(config.stages)}")
-    return _Origin(config, stage_folders(run, config), index)
+    return _Origin(config, stage_folders(run, config.learners), index)
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
@@ -137,18 +133,3 @@ async def _write(out: Path, checkpoint: Path, origin: _Origin, runtime: str, bas
         load_tokenizer(base).save_pretrained(out)
     finally:
         await workers.close()
-
-
-def _name(unfinished: Path, final: Path) -> None:
-    try:
-        os.replace(unfinished, final)
-    except OSError:
-        if not (final / "config.json").is_file():  # else another process has made the same at the same time
-            raise
-
-
-def _remove_abandoned(checkpoint: Path) -> None:
-    """Delete what readers on this machine that were killed have left."""
-    for folder in checkpoint.glob(f"model.{socket.gethostname()}.*.unfinished"):
-        if not Path("/proc", folder.name.split(".")[-2]).exists():
-            shutil.rmtree(folder, ignore_errors=True)

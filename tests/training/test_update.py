@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learner import LearnerConfig, LearnRow
-from envgym.training.optimizer_steps import cut, learning_rate, over_steps
+from envgym.training.update import cut, learning_rate, over_steps
 from envgym.types import Objective
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError
-from envgym.models.resolve import policy_of_run
+from envgym.training.run_folder import policy_of_run
 
 
 def a_run(folder, **settings):

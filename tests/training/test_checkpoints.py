@@ -4,15 +4,20 @@ import math
 
 import pytest
 
-from envgym.config.schema import resolve
+from envgym.config.resolve import resolve
+from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError
-from envgym.training.best_checkpoint import BestMetric
+from envgym.training.checkpoints import BestMetric
 from envgym.training.progress import Progress
+
+
+def metric_of(wanted):
+    return BestMetric(CheckpointConfig(best=wanted))
 
 
 def steps_kept(wanted, values, name="eval/score", progress=None):
     """The steps, of those with `values` (from the measurement before the first one), that were the best so far."""
-    metric, progress = BestMetric(wanted), progress or Progress()
+    metric, progress = metric_of(wanted), progress or Progress()
     kept = []
     for progress.step, value in enumerate(values):
         progress.record = {"step": progress.step, "reward/mean": 0.5}
@@ -46,10 +51,10 @@ def test_the_best_so_far_is_what_the_progress_says_unless_it_is_of_another_metri
 def test_a_score_that_the_environment_does_not_have_is_told_at_once():
     record = {"step": 0, "eval/score": None, "eval/reward": -0.5}
     with pytest.raises(ConfigError, match=r"no held-out episode has a score .* name eval/reward"):
-        BestMetric("eval/score").improves(Progress(record=record))
-    assert not BestMetric("eval/reward").improves(Progress(record=record))
+        metric_of("eval/score").improves(Progress(record=record))
+    assert not metric_of("eval/reward").improves(Progress(record=record))
     del record["eval/reward"]  # all failed: it may be known another time
-    assert not BestMetric("eval/score").improves(Progress(record=record))
+    assert not metric_of("eval/score").improves(Progress(record=record))
 
 
 def test_without_a_metric_there_is_no_best():
@@ -61,7 +66,7 @@ def test_without_a_metric_there_is_no_best():
     [("eval/scor", 0, "eval/score"), ("reward/maen", 1, "reward/mean"), ("eval_score", 1, "eval/score")],
 )
 def test_an_unknown_metric_is_told_at_once(wanted, step, meant):
-    metric, progress = BestMetric(wanted), Progress(record={"step": 0, "eval/score": 0.1})
+    metric, progress = metric_of(wanted), Progress(record={"step": 0, "eval/score": 0.1})
     if step:
         assert not metric.improves(progress)
         progress.step, progress.record = 1, {"step": 1, "reward/mean": 0.5}
@@ -71,7 +76,7 @@ def test_an_unknown_metric_is_told_at_once(wanted, step, meant):
 
 def test_what_is_no_number_is_no_metric():
     with pytest.raises(ConfigError, match=r"no metric 'eval/ci95' that is a number"):
-        BestMetric("eval/ci95").improves(Progress(record={"eval/ci95": [0.1, 0.2], "eval/score": 0.1}))
+        metric_of("eval/ci95").improves(Progress(record={"eval/ci95": [0.1, 0.2], "eval/score": 0.1}))
 
 
 def test_a_metric_of_evaluations_needs_them():

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from envgym.config.schema import _model_settings, resolve
+from envgym.config.resolve import resolve, settings_of_model
 from envgym.errors import ConfigError
-from envgym.models.resolve import fetch_model
 from envgym.monitoring.display import Display
+from envgym.training.find_model import fetch_model
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TAUGHT = (
@@ -144,8 +144,8 @@ def test_training_goes_on_from_a_checkpoint_of_another_run_as_that_one_rendered_
     checkpoint = run / "checkpoints" / "best"
     program(tmp_path, *TAUGHT, "--model", checkpoint, "--name", "on", "steps=1", "learner.lr=0")
     assert same(weights(tmp_path / "runs" / "on" / "model"), weights(run / "checkpoints" / "step_000001" / "model"))
-    assert _model_settings(str(checkpoint)) == _model_settings(str(run))
-    assert _model_settings(str(checkpoint))["rollout"] == {"max_tokens": 33}
+    assert settings_of_model(str(checkpoint)) == settings_of_model(str(run))
+    assert settings_of_model(str(checkpoint))["rollout"] == {"max_tokens": 33}
 
 
 def test_settings_are_those_of_the_checkpoints_stage(tmp_path):
@@ -154,7 +154,7 @@ def test_settings_are_those_of_the_checkpoints_stage(tmp_path):
         stage.rollout.max_tokens = tokens
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     for name, tokens in (("1-sft", 7), ("2-grpo", 8)):
-        assert _model_settings(tmp_path / name / "checkpoints" / "step_000001")["rollout"] == {"max_tokens": tokens}
+        assert settings_of_model(tmp_path / name / "checkpoints" / "step_000001")["rollout"] == {"max_tokens": tokens}
 
 
 # -- what cannot be read ----------------------------------------------------------------------------------

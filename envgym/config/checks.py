@@ -1,0 +1,82 @@
+"""Checks of a stage's settings: its names are looked up, and settings that contradict each other are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.learner import Learner, LearnerConfig, RoleSpec
+from envgym.tasks import DataConfig
+
+from .schema import Component, RoleConfig, StageConfig
+from .words import AUTO
+
+
+def complete_stage(stage: StageConfig) -> None:
+    """Look every name up, write every component's defaults out, and refuse settings that contradict each other."""
+    stage.engine.check()
+    spec = stage.make_spec()
+    for part in spec.parts():
+        if isinstance(data := getattr(part.config, "data", None), DataConfig):
+            data.check_paths()
+    if stage.agent.name == AUTO:
+        stage.agent = Component(name=spec.agent, **stage.agent.settings)
+    agent_class, agent_config = stage.agent_config()
+    learner_class, learner_config = stage.learner_config()
+    _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.samples)
+    if agent_class.samples:
+        _check_groups(stage, learner_class)
+    if stage.checkpoint.needs_evaluation and not stage.eval.every:
+        raise ConfigError(f"checkpoint.best={stage.checkpoint.best} is measured by evaluations: set eval.every above 0")
+    _check_pretraining(stage, learner_config)
+    stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
+    stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
+    stage.learner = Component(**learner_config.model_dump(mode="json"))
+
+
+def _check_roles(
+    stage: StageConfig, roles: Mapping[str, RoleSpec], learner_config: LearnerConfig, *, samples: bool
+) -> None:
+    for role in stage.roles:
+        if role not in roles:
+            raise ConfigError(
+                f"learner {stage.learner.name} has no role {role!r} with these settings.{did_you_mean(role, roles)}"
+            )
+    for role, role_spec in roles.items():
+        workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
+        workers.check(role, learner_config if role_spec.trained else None)
+        lora.check(role, workers, samples=samples and role == "actor")
+        own = stage.roles.get(role, RoleConfig())
+        if own.lora and not role_spec.trained:
+            raise ConfigError(f"roles.{role}.lora: the {role} is not trained, and so has no adapter")
+        if stage.is_base(role, roles) and (own.workers or own.save):
+            raise ConfigError(
+                f"roles.{role}: with lora the {role} is the policy's own model without its adapter, which has no "
+                "workers or weights of its own: give it a model, or leave this out"
+            )
+
+
+def _check_groups(stage: StageConfig, learner_class: type[Learner]) -> None:
+    size, smallest = stage.rollout.group_size, learner_class.min_group_size
+    if size < smallest:
+        raise ConfigError(
+            f"learner {stage.learner.name} compares the episodes of one task: "
+            f"rollout.group_size must be at least {smallest}, not {size}"
+        )
+    if stage.curriculum.skip and size < 2:
+        raise ConfigError("curriculum.skip goes by the scores of a group: rollout.group_size must be at least 2")
+    if stage.rollout.filter.zero_variance and size < 2:
+        raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
+
+
+def _check_pretraining(stage: StageConfig, learner_config: LearnerConfig) -> None:
+    if stage.pretrain.path is None:
+        return
+    if not getattr(learner_config, "pretrain_coef", 0.0) > 0:
+        raise ConfigError(
+            f"pretrain.path mixes text into a policy gradient, which learner {stage.learner.name} would give no "
+            "weight: it needs a setting pretrain_coef above 0"
+        )
+    if not Path(stage.pretrain.path).exists():
+        raise DataError(f"pretrain.path: there is no file {stage.pretrain.path}")

@@ -1,0 +1,184 @@
+"""Settings resolved: from their layers to the complete configuration of a run.
+
+Later layers win: the recipe, the model's own settings, what the recipe says of one stage in particular, a config file,
+the caller's own settings (`key=value` words or Python).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from envgym.errors import ConfigError, DroppedSettings, UnknownKey, did_you_mean
+from envgym.learner import RoleSpec
+from envgym.settings import validated
+from envgym.training.run_folder import run_of_checkpoint
+
+from .checks import complete_stage
+from .known_settings import config_class, known_keys, meant, nearly, question
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
+from .schema import RunConfig, StageConfig
+from .words import AUTO, COMPONENTS, changes_name, lay, merge, name_alone
+
+
+def resolve(
+    settings: Mapping[str, Any] | None = None, *, recipe: str | None = None, file: str | Path | None = None
+) -> RunConfig:
+    """The complete configuration of a run, every name in it looked up and every component's settings checked.
+
+    `settings` are the caller's own (from `key=value` words or Python) and win over `file`, which wins over the
+    recipe. Raises `ConfigError`, `NameNotFound` or `DataError` in one line.
+    """
+    own = dict(settings or {})
+    from_file = read_yaml(Path(file)) if file is not None else {}
+    recipe = recipe or own.get("recipe") or from_file.get("recipe") or DEFAULT_RECIPE
+    layers, of_model = [from_file, own], None
+    if "stages" not in from_file:  # a saved config holds everything: neither recipe nor model may add to it
+        of_recipe = load_recipe(recipe)
+        model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
+        of_stages = {"stages": of_recipe.pop("stages", [])}
+        engine = merge(from_file, own).get("engine")
+        # What an API calls its model says nothing of a model of that name here.
+        is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
+        of_model = {} if is_api else settings_of_model(model)
+        layers = [of_recipe, of_model, of_stages, *layers]
+
+    run_keys = set(RunConfig.model_fields) - {"stages"}
+    run: dict[str, Any] = {"recipe": recipe}
+    layered = [_Layered()]
+    for layer in layers:
+        run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
+        common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
+        each = layer.get("stages") or [{}] * len(layered)
+        if not isinstance(each, list) or not all(isinstance(stage, Mapping) for stage in each):
+            raise ConfigError("key 'stages' is a list of settings, one for each stage")
+        layered += [copy.deepcopy(layered[0]) for _ in range(len(each) - len(layered))]
+        del layered[len(each) :]
+        for stage_layers, of in zip(layered, each, strict=True):
+            stage_layers.lay(common, for_any_learner=layer is of_model)
+            stage_layers.lay(of)
+    stages = [stage_layers.settings for stage_layers in layered]
+    known = set(StageConfig.model_fields)
+    try:
+        for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
+            if unknown := [key for key in stage if key not in known]:
+                near = did_you_mean(unknown[0], known | run_keys)
+                raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near, known | run_keys)
+            if "env" not in stage:
+                raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+            checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
+            learner_class, learner_config = checked.learner_config()
+            layered[number - 1].drop_roles(learner_class(learner_config).roles)
+        config = validated(RunConfig, {**run, "stages": stages})
+        for stage_config in config.stages:
+            complete_stage(stage_config)
+    except UnknownKey as error:
+        keys = known_keys(stages[0])
+        hint = question(meant(error.key, keys)) or error.near or question(nearly(error.key, keys))
+        raise UnknownKey(error.message, error.key, hint, error.known) from None
+    for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
+        warnings.warn(DroppedSettings(line), stacklevel=2)
+    return config
+
+
+@dataclass
+class _Layered:
+    """The settings of one stage, laid layer on layer, and what of them is left out: settings of a component whose place
+    another one took."""
+
+    settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
+    _left_out: list[tuple[str, str, str]] = field(default_factory=list)
+    """Component, the name of the one it was for, key."""
+    _roles: dict[str, str | None] = field(default_factory=dict)
+    """Roles that the learner need not have, and the learner that they were set for; None: for whichever has them."""
+
+    def lay(self, over: Mapping[str, Any], *, for_any_learner: bool = False) -> None:
+        """Lay one more layer on. `for_any_learner`: its roles are for learners that have them."""
+        merged = merge(self.settings, over)
+        for kind in COMPONENTS:
+            old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
+            if changes_name(old, new):
+                kept, left_out = carried(kind, old, new["name"])
+                merged[kind] = lay(kept, new)
+                self._left_out += [(kind, old["name"], key) for key in left_out]
+                if kind == "learner":
+                    self._roles = dict.fromkeys(self.settings.get("roles", {}), old["name"]) | self._roles
+        given = over.get("roles", {})
+        if isinstance(given, Mapping):
+            self._roles = {role: whose for role, whose in self._roles.items() if role not in given}
+            self._roles |= dict.fromkeys(given) if for_any_learner else {}
+        self.settings = merged
+
+    def drop_roles(self, known: Mapping[str, RoleSpec]) -> None:
+        """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
+        foreign = [role for role in self.settings.get("roles", {}) if role in self._roles and role not in known]
+        if foreign:
+            roles = self.settings["roles"].items()
+            self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
+        self._left_out += [("roles", whose, role) for role in foreign if (whose := self._roles[role]) is not None]
+
+    def left_out(self) -> list[str]:
+        """A line for each component that left settings behind which nothing has set since."""
+        lost: dict[tuple[str, str], list[str]] = {}
+        for kind, old, key in self._left_out:
+            if key not in name_alone(self.settings.get(kind, {})):
+                lost.setdefault(("learner" if kind == "roles" else kind, old), []).append(f"{kind}.{key}")
+        return [
+            f"{kind} {name_alone(self.settings[kind])['name']} does not have these settings of {old}, which are left "
+            f"out: {', '.join(dict.fromkeys(keys))}"
+            for (kind, old), keys in lost.items()
+        ]
+
+
+def carried(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings of the component `old` (its name and its settings) that hold for the component `name` too, and the
+    keys of the others. `kind` is `env`, `agent` or `learner`.
+
+    A setting that both have from a common base class (the learning rate of every learner) means the same to both. One
+    that only has the same name may mean anything, and nothing of an environment holds for another one.
+    """
+    settings = {key: value for key, value in old.items() if key != "name"}
+    if kind == "env":
+        return {}, list(settings)
+    before, after = config_class(kind, old["name"]), config_class(kind, name)
+    if settings.keys() >= before.model_fields.keys() - {"name"}:
+        # A saved config, where every default is written out: those of the old one say nothing about the new one.
+        settings = dict(_beyond(settings, before.model_construct().model_dump(mode="json", warnings=False)))
+    bases = (base for base in before.__mro__ if issubclass(base, BaseModel) and issubclass(after, base))
+    common = next(bases).model_fields
+    return {k: v for k, v in settings.items() if k in common}, [key for key in settings if key not in common]
+
+
+def _beyond(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings that are not the defaults."""
+    for key, value in settings.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            if inner := dict(_beyond(value, default)):
+                yield key, inner
+        elif key not in defaults or value != default:
+            yield key, value
+
+
+def settings_of_model(model: Any) -> dict[str, Any]:
+    """Settings that a run on `model` starts from: those of the recipe that makes it, or, for the folder of a run or of
+    one of its checkpoints, how that run rendered and sampled."""
+    if isinstance(model, str) and makes_model(model):
+        settings: dict[str, Any] = load_recipe(model).get("model_settings", {})
+        return settings
+    run, index = run_of_checkpoint(Path(str(model))) or (Path(str(model)), -1)
+    saved = run / "config.yaml"
+    if not saved.is_file() or not (stages := read_yaml(saved).get("stages")):
+        return {}
+    stage = stages[index if index < len(stages) else -1]
+    return {
+        "render": stage["render"],
+        "engine": {"max_model_len": stage["engine"]["max_model_len"]},
+        "rollout": {"max_tokens": stage["rollout"]["max_tokens"]},
+    }

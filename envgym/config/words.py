@@ -1,0 +1,77 @@
+"""Settings as nested mappings: read from `key=value` words, and laid on one another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from envgym.errors import ConfigError
+
+from .recipes import DuplicateKey, load_yaml
+
+AUTO = "auto"
+COMPONENTS = ("env", "agent", "learner")
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
+"""Text to YAML, but a number to people."""
+
+
+def parse_words(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are read as YAML."""
+    result: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key or key.startswith("-"):
+            raise ConfigError(f"{word!r} is not a key=value setting")
+        try:
+            value = load_yaml(text)
+        except DuplicateKey as error:
+            raise ConfigError(f"{word}: {error.problem}") from None
+        except yaml.YAMLError:
+            value = text
+        if isinstance(value, Mapping | list) and not text.lstrip().startswith(("{", "[")):
+            value = text  # a template has colons and lines of its own
+        if isinstance(value, str) and NUMBER.fullmatch(value):
+            value = float(value)
+        result = merge(result, nested(key, value))
+    return result
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The mapping that holds `value` under a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, key by key; a component given by another name drops the settings of the old one."""
+    components = {}
+    for key in COMPONENTS:
+        if key in over:
+            value, old = name_alone(over[key]), name_alone(base.get(key) or {})
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
+            components[key] = value if changes_name(old, value) else lay(old, value)
+    return {**lay(base, over), **components}
+
+
+def lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, key by key."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = lay(result[key], value) if both else value
+    return result
+
+
+def name_alone(value: Any) -> Any:
+    """A component given by its name alone, as a mapping."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def changes_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """True if `new` is another component than `old`. Settings beside `auto` are for whichever it will be."""
+    return "name" in new and "name" in old and new["name"] != old["name"] and AUTO not in (new["name"], old["name"])

@@ -1,0 +1,205 @@
+"""The checks that stand between every environment and whoever plays it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import numbers
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
+from envgym.isolation.blocking import OwnThread
+from envgym.isolation.deadline import Deadline
+from envgym.types import Action, Observation, Task, as_observation
+
+from .protocol import Env, Info
+
+if TYPE_CHECKING:
+    from .spec import EnvSpec
+
+MOST_CHARACTERS = 4_000_000
+"""Of an observation: no context holds as many, and making tokens of them would hold everything up."""
+
+
+class CheckedEnv(Env):
+    """An environment behind the checks everyone relies on.
+
+    Sets the spec up before the first reset, draws a task by the seed where none is given, gives the instance
+    a generator of its own, keeps to the environment's concurrency limit and to the deadline of each call, refuses a
+    step out of order, and refuses what is not a five-tuple with a finite number (or None) as reward and a score in
+    [0, 1]. Metrics that are not finite numbers are left out and counted (`invalid_metrics`).
+    `async with env:` closes it on every way out.
+    """
+
+    owns_spec = False
+    """True if nobody else uses the spec, which is then closed with the instance."""
+
+    def __init__(self, env: Env, spec: EnvSpec) -> None:
+        self.env = env
+        self.spec = spec
+        self.rng = env.rng
+        self.task: Task | None = None
+        self._playing = False
+        self._has_slot = False
+        methods = (env.reset, env.step, env.close)
+        self._blocking = {
+            method.__name__ for method in methods if env.blocking or not asyncio.iscoroutinefunction(method)
+        }
+        self._thread = OwnThread(spec.id) if self._blocking else None
+
+    async def __aenter__(self) -> Self:
+        await self.acquire()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        await self.spec.ensure_setup()
+        await self.acquire()
+        if seed is not None or self.task is None:
+            self.env.rng.seed(seed)
+        given = dict(options or {})
+        task = given.get("task")
+        if task is None:
+            task = await self._draw_task(seed)
+        elif not isinstance(task, Task):
+            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
+        given["task"] = self.task = task
+        result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {result!r:.80}")
+        self._playing = True
+        return self._observation(result[0]), result[1]
+
+    async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
+        if not self._playing:
+            raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
+        result = await self._call(self.env.step, action)
+        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
+            raise InvalidStep(
+                f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
+                f"not {result!r:.80}"
+            )
+        observation, reward, terminated, truncated, info = result
+        try:
+            reward = checked_numbers(reward, info)
+        except ValueError as error:
+            raise InvalidStep(f"{self.spec.id}: {error}") from None
+        self._playing = not (terminated or truncated)
+        return self._observation(observation), reward, bool(terminated), bool(truncated), info
+
+    async def close(self) -> None:
+        self._playing = False
+        try:
+            await self._close_instance()
+        finally:
+            if self.owns_spec:
+                await self.spec.close()
+
+    async def _close_instance(self) -> None:
+        try:
+            if self._thread is not None and self._thread.busy:
+                # A call that hung is still on the thread; should it ever return, the instance is closed there.
+                self._thread.submit(self.env.close)
+            else:
+                await self._call(self.env.close)
+        finally:
+            if self._thread is not None:
+                self._thread.end()
+            self.leave()
+
+    @property
+    def has_close(self) -> bool:
+        """True if there is anything to do at its end but to give the place back."""
+        is_plain = type(self) is CheckedEnv and type(self.env).close is Env.close
+        return not is_plain or self._thread is not None or self.owns_spec
+
+    def leave(self) -> None:
+        """Give the place back, whatever the instance still does."""
+        self._playing = False
+        if self._has_slot and self.spec.slots is not None:
+            self._has_slot = False
+            self.spec.slots.release()
+
+    async def acquire(self) -> None:
+        """Wait until the environment's concurrency limit lets this instance play. `close` gives the place back."""
+        if self.spec.slots is not None and not self._has_slot:
+            await self.spec.slots.acquire()
+            self._has_slot = True
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Await a method of the environment under its deadline."""
+        deadline = Deadline(self.spec.config.call_timeout)
+        try:
+            async with deadline:
+                if self._thread is not None and method.__name__ in self._blocking:
+                    result = await self._thread.call(method, *args, **kwargs)
+                else:
+                    result = await method(*args, **kwargs)
+            if not deadline.expired():
+                return result
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # the environment's own
+        raise CallTimeout(f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s")
+
+    async def _draw_task(self, seed: int | None) -> Task:
+        tasks = self.spec.tasks("train")
+        return await tasks.get(random.Random(seed).randrange(tasks.reach))
+
+    def _observation(self, value: Any) -> Observation:
+        try:
+            observation = as_observation(value)
+        except TypeError as error:
+            raise InvalidStep(f"{self.spec.id}: {error}") from None
+        size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
+        if size > MOST_CHARACTERS:
+            raise InvalidStep(
+                f"{self.spec.id}: an observation has {size:,} characters, more than the {MOST_CHARACTERS:,} that are "
+                "rendered: show the policy a part of it"
+            )
+        return observation
+
+
+def checked_numbers(reward: Any, info: Info) -> float | None:
+    """The reward of a step as a number; `score` and `metrics` in `info` are made numbers too. Raises `ValueError`."""
+    number = None if reward is None else _number("a reward", reward)
+    if (score := info.get("score")) is not None:
+        info["score"] = score = _number("a score", score)
+        if not 0 <= score <= 1:
+            raise ValueError(f"a score lies in [0, 1], not at {score:g}")
+    if (metrics := info.get("metrics")) is not None:
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"info['metrics'] is names to numbers, not {metrics!r:.80}")
+        info["metrics"] = finite_metrics(metrics)
+    return number
+
+
+def _number(what: str, value: Any) -> float:
+    if type(value) is float and math.isfinite(value):  # nearly all are, and the next check takes a while
+        return value
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+        raise ValueError(f"{what} is a number or None, not {value!r:.80}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
+        raise ValueError(f"{what} is one number, not {value!r:.80} ({error})") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, not {number}")
+    return number
+
+
+def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers, and how many were not."""
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if math.isfinite(number := float(value)):
+                kept[str(name)] = number
+    return kept if len(kept) == len(metrics) else kept | {"invalid_metrics": float(len(metrics) - len(kept))}

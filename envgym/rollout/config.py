@@ -1,0 +1,66 @@
+"""Settings of playing episodes, and of the groups of them that are learned from."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from envgym.engines.base import SamplingParams
+from envgym.settings import Settings
+
+
+class FilterConfig(Settings):
+    """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
+    replay plays is never dropped."""
+
+    zero_variance: bool = False
+    """Drop groups whose episodes all have one score."""
+    min_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups whose mean score is not above this."""
+    max_score: float | None = Field(None, ge=0, le=1)
+    """Drop groups whose mean score is not below this."""
+    max_rounds: int = Field(10, ge=1)
+    """Times a step plays tasks to get its groups. Then it learns from those it has, which is said."""
+
+    @property
+    def on(self) -> bool:
+        return self.zero_variance or self.min_score is not None or self.max_score is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            raise ValueError(f"no score is above min_score={self.min_score:g} and below max_score={self.max_score:g}")
+        return self
+
+
+class RolloutConfig(Settings):
+    """Settings of playing episodes."""
+
+    tasks: int = Field(64, ge=1)
+    """Tasks (groups) a step learns from."""
+    group_size: int = Field(8, ge=1)
+    """Episodes of each task."""
+    max_tokens: int = Field(512, ge=1)
+    """Token budget of one turn."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probabilities are those of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the support is cut and importance ratios are biased."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k likeliest tokens; 0 is all of them."""
+    concurrency: int = Field(1024, ge=1)
+    """Episodes in play at once."""
+    episode_timeout: float = Field(300.0, gt=0)
+    """Seconds an episode may take before it counts as failed (`timeout`)."""
+    retries: int = Field(2, ge=0)
+    """Times a failed episode is played again where its failure may pass (a timeout, a lost connection)."""
+    refills: int = Field(1, ge=0)
+    """Times a group plays another episode in place of one that failed for good. Then it is learned from without."""
+    max_failed_share: float = Field(0.5, gt=0, le=1)
+    """A step in which more than this share of episodes failed stops the run."""
+    filter: FilterConfig = FilterConfig()
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """The sampling parameters of one turn."""
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)

@@ -1,0 +1,155 @@
+"""A stage's checkpoints: all that it needs to go on as if nothing had happened, and which of them is the best."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from envgym.config.schema import CheckpointConfig
+from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
+from envgym.rollout.buffer import Buffer
+from envgym.tasks.cursor import TaskCursor
+
+from .launch import Components
+from .progress import Progress
+from .run_folder import RunFolder
+
+
+class Checkpoints:
+    """Keeps and restores the weights and optimizers of the trained roles together with the controller's state."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: RunFolder,
+        components: Components,
+        progress: Progress,
+        cursor: TaskCursor,
+        buffer: Buffer,
+    ) -> None:
+        self.best = BestMetric(config)
+        self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
+        self._keep = config.keep
+        self._folder = folder
+        self._components = components
+        self._progress = progress
+        self._cursor = cursor
+        self._buffer = buffer
+        self._boundary: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The controller's share of a checkpoint, as of now."""
+        self._progress.seconds["total"] = time.monotonic() - self.began
+        pretraining = self._components.pretraining
+        return {
+            "progress": asdict(self._progress),
+            "cursor": self._cursor.state(),
+            "buffer": self._buffer.state(),
+            "pretraining": None if pretraining is None else pretraining.state(),
+            "learner": self._components.learner.state(),
+            "unscored": sorted(self._components.runner.unscored),
+        }
+
+    async def save(self, state: Mapping[str, Any] | None = None) -> Path:
+        """Keep a checkpoint with `state`, by default that of now."""
+        state = self.state() if state is None else state
+        with self._progress.timed("checkpoint"):
+            written = self._folder.new_checkpoint()
+            try:
+                for role in self._components.trained_roles:
+                    await self._components.workers[role].save_state(str(written / role))
+                # In a thread: until the disk has all of it, others go on (a server of environments, say).
+                step = state["progress"]["step"]
+                return await asyncio.to_thread(self._folder.keep_checkpoint, written, step, state, self._keep)
+            except (EnvgymError, OSError):
+                shutil.rmtree(written, ignore_errors=True)  # the disk may be full of it
+                raise
+
+    async def load(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
+        """Go back to where `checkpoint` was made, with the controller's `state` in it. Raises `CheckpointDamaged`, and
+        `RunError` for the state of another version, or of a learner that was changed."""
+        components, progress = self._components, self._progress
+        try:
+            progress.restore(state["progress"])
+            self.began -= progress.seconds["total"]
+            self._cursor.load_state(state["cursor"])
+            self._buffer.load_state(state["buffer"])
+            if components.pretraining is not None:
+                components.pretraining.load_state(state["pretraining"])
+            components.learner.load_state(state["learner"])
+            components.runner.unscored |= set(state.get("unscored", ()))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"the controller's state in {checkpoint} does not fit this version of envgym and of the learner "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        progress.best = self._folder.mark_best(progress.best)
+        for role in components.trained_roles:
+            await components.workers[role].load_state(str(checkpoint / role))
+
+    # -- the last whole step ------------------------------------------------------------------------------
+
+    def mark_whole_step(self) -> None:
+        """Note that the weights are those of a whole step: what `save_whole_step` keeps."""
+        self._boundary = self.state()
+
+    def weights_change(self) -> None:
+        """Note that the weights are on their way to the next step's."""
+        self._boundary = None
+
+    async def save_whole_step(self, error: Exception) -> None:
+        """Keep a checkpoint of the last whole step, if the weights are still its own, before `error` ends the run."""
+        if self._boundary is None:
+            return
+        step, best = self._boundary["progress"]["step"], self._boundary["progress"]["best"]
+        if best is not None and best["step"] == step:  # it is kept already, and linked to
+            return
+        if step or not isinstance(error, WorkerError):
+            await self.save(self._boundary)
+
+
+class BestMetric:
+    """The metric whose greatest value marks the best checkpoint: `checkpoint.best`. Behind a minus, and where its name
+    ends in `loss`, the least value does."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self.name = config.metric
+        self._needs_evaluation = config.needs_evaluation
+        self._sign = -1.0 if config.best and (config.best.startswith("-") or config.best.endswith("loss")) else 1.0
+        self._numbers: set[str] = set()
+
+    def improves(self, progress: Progress) -> bool:
+        """True if a step's record has the best value so far, which `progress.best` then is. Of equal ones it is the
+        first. What is measured before the first step does not count: there is no checkpoint of it.
+
+        Raises `ConfigError` for a metric that neither the first evaluation nor the first step has.
+        """
+        if not self.name:
+            return False
+        record, step = progress.record, progress.step
+        self._numbers |= {key for key, value in record.items() if isinstance(value, int | float)}
+        value = record.get(self.name)
+        expected = step == (0 if self._needs_evaluation else 1)
+        if (expected and self.name not in record) or (value is not None and not isinstance(value, int | float)):
+            raise ConfigError(
+                f"checkpoint.best: this run has no metric {self.name!r} that is a number."
+                f"{did_you_mean(self.name, self._numbers)}"
+            )
+        if expected and value is None and "eval/reward" in record:
+            raise ConfigError(
+                f"checkpoint.best: {self.name} is not known, as no held-out episode has a score (the environment gives "
+                "none, and its rewards are not all in [0, 1]): name eval/reward"
+            )
+        if not step or value is None or not math.isfinite(value):
+            return False
+        best = progress.best
+        if best and best["metric"] == self.name and self._sign * value <= self._sign * best["value"]:
+            return False
+        progress.best = {"metric": self.name, "value": value, "step": step}
+        return True

@@ -1,0 +1,132 @@
+"""The update that a rollout brings: its rows scored, prepared and cut into optimizer steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from envgym.config.schema import StageConfig
+from envgym.errors import RunError
+from envgym.learner import LearnerConfig, LearnRow
+from envgym.monitoring.metrics import computing_metrics, token_counts
+from envgym.types import Group
+
+from .launch import Components
+from .pretraining import spread
+from .progress import Progress
+
+
+class Update:
+    """Learns from a step's groups: scores their rows, prepares them and takes the optimizer steps they make up."""
+
+    def __init__(self, components: Components, stage: StageConfig, progress: Progress) -> None:
+        self._components = components
+        self._stage = stage
+        self._progress = progress
+
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Let every role that scores (reference, critic) add its numbers to the rows that the learner will see."""
+        roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
+        if not roles:
+            return
+        rows = [row for group in groups for episode in group.episodes for row in episode.rows]
+        with self._progress.timed("score"):
+            samples = [LearnRow.of(row) for row in rows]  # once: no role is sent another one's numbers
+            for role in roles:
+                outputs = await self._components.workers[role].forward(samples)
+                for row, output in zip(rows, outputs, strict=True):
+                    row.outputs[role] = output.tolist()
+
+    async def learn(self, groups: Sequence[Group]) -> None:
+        """Prepare rows and take the optimizer steps they make up, each with denominators over all of it."""
+        progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
+        with progress.timed("prepare"):
+            rows = learner.prepare(groups)
+            if not rows:
+                raise RunError(f"step {progress.step + 1}: the learner found nothing to learn from")
+            progress.record |= learner.metrics(rows)
+            text = [] if pretraining is None else await pretraining.next()
+        logged = []
+        with progress.timed("learn"):
+            for row in rows:
+                row.current = row.versions == (progress.step,)
+            for _ in range(learner.config.epochs):
+                parts = cut(rows, learner.config.minibatches)
+                for part, its_text in zip(parts, spread(text, len(parts)), strict=True):
+                    logged.append(await self.take(part, its_text))
+                    for row in rows:
+                        row.current = False  # the weights have moved on from those that sampled it
+        progress.record |= over_steps(logged) | token_counts(rows, text, learner.config.epochs)
+        progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
+        progress.tokens["trained"] += progress.record["tokens/trained"]
+        learner.observe(progress.record)
+
+    async def take(self, rows: Sequence[LearnRow], text: Sequence[LearnRow]) -> dict[str, float]:
+        """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
+        numbers under their own names, another role's behind its name."""
+        components, progress = self._components, self._progress
+        sampling, sync = components.sampling, components.sync
+        logged: dict[str, float] = {}
+        denominators = components.learner.denominators([*rows, *text])
+        for role, spec in components.learner.roles.items():
+            if not spec.trained or progress.step < spec.idle_steps:
+                continue
+            lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._stage.steps)
+            worker, started = components.workers[role], time.monotonic()
+            own = [*rows, *text] if role == "actor" else rows
+            metrics = await worker.accumulate(own, denominators)
+            whole = sampling.top_p == 1 and not sampling.top_k  # else they differ by the cut
+            if role == "actor" and sync is not None and whole:
+                # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
+                sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
+            metrics |= await worker.step(lr) | {"lr": lr}
+            metrics |= computing_metrics(worker.info, own, worker.settings.ranks, time.monotonic() - started)
+            prefix = "" if role == "actor" else f"{role}/"
+            logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
+        progress.optimizer_steps += 1
+        return logged
+
+    def _config_of(self, role: str) -> LearnerConfig:
+        """The learner's settings as they hold for a role, which may have a learning rate of its own."""
+        config, own = self._components.learner.config, self._stage.roles.get(role)
+        return config if own is None or own.lr is None else config.model_copy(update={"lr": own.lr})
+
+
+def cut(rows: Sequence[LearnRow], parts: int) -> list[list[LearnRow]]:
+    """Rows in `parts` consecutive pieces of about as many units each; a unit is never cut."""
+    units = list(dict.fromkeys(row.unit for row in rows))
+    parts = min(parts, len(units))
+    piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
+    return [[row for row in rows if piece[row.unit] == index] for index in range(parts)]
+
+
+def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:
+    """The learning rate of the `optimizer_step`-th step (from 0) of a run of `loop_steps`."""
+    total = loop_steps * config.epochs * config.minibatches
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * total)
+    if optimizer_step < warmup:
+        return config.lr * (optimizer_step + 1) / warmup
+    if config.lr_schedule == "constant":
+        return config.lr
+    done = min(1.0, (optimizer_step - warmup) / max(1, total - warmup))
+    left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.lr_min_ratio + (1 - config.lr_min_ratio) * left)
+
+
+def over_steps(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of several optimizer steps as one: the mean of each over the steps that have it, the largest of those
+    whose names end in `/max`, the smallest of `/min`."""
+    values: dict[str, list[float]] = {}
+    for step in logged:
+        for name, value in step.items():
+            values.setdefault(name, []).append(value)
+    return {name: _together(name, own) for name, own in values.items()}
+
+
+def _together(name: str, values: Sequence[float]) -> float:
+    if name.endswith("/max"):
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    return math.fsum(values) / len(values)
