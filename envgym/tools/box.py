@@ -1,4 +1,4 @@
-"""Runs the calls of one turn: in parallel, each under its deadline, whatever goes wrong told as a result."""
+"""Runs the calls of one turn: in parallel, each under its deadline, every error as a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARALLEL = 16
 GRACE = 2.0
 """Seconds a call past its deadline gets to clean up; then it is left to itself."""
 ERROR_LENGTH = 1000
-"""Characters of an error that the policy is told."""
+"""Characters of an error that the policy reads."""
 NAME_LENGTH = 64
 """Characters of a tool's name that a result repeats; the policy may have made it up."""
 
@@ -46,7 +46,7 @@ class ToolBox:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """What the policy is told of the tools."""
+        """Descriptions of the tools for the policy."""
         return tuple(tool.spec for tool in self._tools.values())
 
     @property
@@ -56,7 +56,7 @@ class ToolBox:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What came of the calls so far: `tool_calls`, and how many of them were `tool_malformed` (unreadable, of no
+        """Counts of the calls so far: `tool_calls`, and how many of them were `tool_malformed` (unreadable, of no
         such tool, with wrong arguments), were `tool_errors` (the tool raised) or `tool_timeouts`."""
         return {f"tool_{name}": float(count) for name, count in self._counts.items()}
 

@@ -40,8 +40,8 @@ class ToolEnvSpec(EnvSpec):
 class ToolEnv(Env):
     """Offers tools, runs the calls of each turn, and grades the first answer that calls none.
 
-    Subclass it and write `tools` and `grade`, and `begin` unless the task's prompt is all that is said. They may be
-    plain functions that return at once, or asynchronous. Where a subclass overrides `close`, it calls this one.
+    Subclass it and write `tools` and `grade`, and `begin` unless the first observation is the task's prompt. They may
+    be plain functions that return at once, or asynchronous. Where a subclass overrides `close`, it calls this one.
     """
 
     spec_class = ToolEnvSpec
@@ -51,7 +51,7 @@ class ToolEnv(Env):
     _sessions: Sequence[McpSession] = ()
 
     def begin(self) -> Any:
-        """Start an episode of `self.task`: what is said first, text or messages."""
+        """Start an episode of `self.task`: the first observation, text or messages."""
         return self.task.prompt
 
     @abstractmethod
@@ -63,23 +63,23 @@ class ToolEnv(Env):
 
     @abstractmethod
     def grade(self, action: Action) -> Any:
-        """What the final answer earns: a number, or a `Reward` with score and metrics."""
+        """The reward of the final answer: a number, or a `Reward` with score and metrics."""
 
     def answer(self, action: Action) -> str | None:
-        """What the final answer says, by which majority votes count answers as the same."""
+        """The final answer as text, by which majority votes count answers as the same."""
         return action.text.strip() or None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self._end_sessions()
         self.task = (options or {})["task"]
-        said = as_messages(await _settled(self.begin()))
+        messages = as_messages(await _settled(self.begin()))
         config = self.spec.config
         if not isinstance(config, ToolEnvConfig):
             raise ConfigError(f"environment {self.spec.id}: its Config must be a subclass of ToolEnvConfig")
         tools = await self._open(await _settled(self.tools()))
         self.toolbox = ToolBox(tools, timeout=config.tool_timeout, max_chars=config.max_result_chars)
         self._calls_left = config.max_calls
-        return Observation(messages=said, tools=self.toolbox.specs), {}
+        return Observation(messages=messages, tools=self.toolbox.specs), {}
 
     async def step(self, action: Action) -> StepResult:
         if not action.tool_calls:

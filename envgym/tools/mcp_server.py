@@ -14,10 +14,8 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
@@ -27,7 +25,8 @@ from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean
 from envgym.settings import Settings
 from envgym.types import ToolSpec
 
-from .schema import WrongArguments, without_titles
+from . import guard
+from .schema import WrongArguments, argument_check, one_line, without_titles
 from .tool import Tool, ToolFailure
 
 if TYPE_CHECKING:
@@ -39,13 +38,11 @@ PROBE_TIMEOUT = 5.0
 """Seconds a server has to show that it is alive after an error that may be its own."""
 MAX_PAGES = 100
 INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # JSON-RPC's, and the library's own
-_ERROR_LENGTH = 300
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_GUARD = Path(__file__).with_name("guard.py")
 
 
 class McpServer(Settings):
-    """How to reach an MCP server: a program to start, or a URL."""
+    """An MCP server: a program to start, or a URL."""
 
     command: list[str] | None = Field(None, min_length=1)
     """Program and arguments of a server that speaks on its standard streams; one process a session."""
@@ -72,7 +69,7 @@ class McpServer(Settings):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.url or " ".join(self.command or ())
 
     def check(self) -> None:
@@ -111,7 +108,7 @@ class McpSession:
 
     @property
     def alive(self) -> bool:
-        """Whether it is started and has not ended."""
+        """True from the start to the end of the session."""
         return self._client is not None
 
     async def start(self) -> None:
@@ -136,7 +133,8 @@ class McpSession:
         try:
             async with _turn_to_start():
                 self._task = asyncio.create_task(self._live())
-                self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # told by `_failure`
+                # `_failure` reports the exception.
+                self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 timeout = self._server.start_timeout
                 await asyncio.wait({self._task, self._ready}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not self.alive:
@@ -166,9 +164,8 @@ class McpSession:
         self._kill()
         self._task.cancel()
 
-    # -- the session's own task ---------------------------------------------------------------------------
-
     async def _live(self) -> None:
+        """The session's own task, from the handshake to the end."""
         from mcp import Client
 
         with self._scope:
@@ -190,12 +187,12 @@ class McpSession:
                     finally:
                         self._client = None
                         self._kill()
-                        self._last_words = _last_line(self._log)
+                        self._last_words = one_line(guard.last_line(self._log))
                         self._log = None
 
     def _kill(self) -> None:
         """Kill what is left of the server's process group."""
-        group = None if self._log is None else _guarded_pid(self._log)
+        group = None if self._log is None else guard.pid_in(self._log)
         if group is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
@@ -208,7 +205,7 @@ class McpSession:
 
         server = self._server
         if server.command is not None:
-            command = [*_guarded(), *server.command]
+            command = guard.guarded(server.command)
             variables = _filled_in(server.env, server.label)
             parameters = StdioServerParameters(command=command[0], args=command[1:], env=variables)
             async with stdio_client(parameters, errlog=log) as streams:
@@ -237,11 +234,9 @@ class McpSession:
                 raise ConfigError(f"MCP server {self._server.label} has no tool {name!r}.{hint}")
         return tuple(self._tool(listed[name]) for name in self._server.only or listed)
 
-    # -- calls --------------------------------------------------------------------------------------------
-
     def _tool(self, listed: Any) -> Tool:
         spec = ToolSpec(listed.name, listed.description or "", without_titles(listed.input_schema))
-        check = _argument_check(listed.input_schema)
+        check = argument_check(listed.input_schema)
 
         async def run(arguments: Mapping[str, Any]) -> Any:
             check(arguments)
@@ -264,10 +259,10 @@ class McpSession:
             result = await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if error.code == INVALID_PARAMS:
-                raise WrongArguments(_one_line(error.message)) from None
+                raise WrongArguments(one_line(error.message)) from None
             if error.code == CONNECTION_CLOSED or not await self._answers():
                 raise await self._failure("died") from None
-            raise ToolFailure(_one_line(error.message)) from None
+            raise ToolFailure(one_line(error.message)) from None
         except Exception:
             if self._client is None:  # it ended under the call
                 raise await self._failure("died") from None
@@ -278,18 +273,15 @@ class McpSession:
         return text
 
     async def _answers(self) -> bool:
-        """Whether the server is there: an error may be the call's or the server's, and its code does not say."""
+        """Probe the server: an error may be the call's or the server's, and its code does not say."""
+        if self._client is None:
+            return False
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
-                await self._list_again()
+                await self._client.list_tools()
         except Exception:
             return False
         return True
-
-    async def _list_again(self) -> None:
-        if self._client is None:
-            raise ConnectionError
-        await self._client.list_tools()
 
     async def _failure(self, what: str) -> EnvgymError:
         """The error for a server that is not there, with its own account of why."""
@@ -299,31 +291,11 @@ class McpSession:
             error = _cause(self._task.exception())
         if isinstance(error, EnvgymError):
             return error
-        why = self._last_words or ("" if error is None or _is_closed(error) else _one_line(str(error)))
+        why = self._last_words or (
+            "" if error is None or getattr(error, "code", None) == CONNECTION_CLOSED else one_line(str(error))
+        )
         message = f"MCP server {self._server.label} {what}" + (f": {why}" if why else "")
         return InvalidOutcome("tool_server", message, retryable=True)
-
-
-def _guarded() -> list[str]:
-    """What goes before a command so that the process dies with this one."""
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
-
-
-def _guarded_pid(log: int) -> int | None:
-    """The process id that the guard wrote as the first line on stderr; the process leads a group of its own."""
-    first, newline, _ = os.pread(log, 100, 0).partition(b"\n")
-    return int(first) if sys.platform == "linux" and newline and first.isdigit() else None
-
-
-def _last_line(log: int) -> str:
-    """The last thing a server said on stderr."""
-    # Not by seeking: the place in the file is the server's too.
-    lines = os.pread(log, 4000, max(0, os.fstat(log).st_size - 4000)).decode("utf-8", "replace").splitlines()
-    if _guarded_pid(log) is not None and lines and lines[0].isdigit():
-        lines = lines[1:]
-    return _one_line(next((line for line in reversed(lines) if line.strip()), ""))
 
 
 def _turn_to_start() -> asyncio.Semaphore:
@@ -343,32 +315,6 @@ def _filled_in(values: Mapping[str, str], label: str) -> dict[str, str]:
         return os.environ[match[1]]
 
     return {key: _VARIABLE.sub(variable, value) for key, value in values.items()}
-
-
-def _argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
-    """Raises `WrongArguments` where arguments do not fit `schema`; says nothing of a schema it cannot use."""
-    from jsonschema.exceptions import SchemaError, best_match
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    kind = validator_for(schema)
-    try:
-        kind.check_schema(schema)
-    except SchemaError:
-        return lambda arguments: None
-    validator = kind(schema, registry=Registry())  # with a registry of its own, it fetches nothing
-
-    def check(arguments: Mapping[str, Any]) -> None:
-        try:
-            problem = best_match(validator.iter_errors(dict(arguments)))
-        except Unresolvable:
-            return
-        if problem is not None:
-            where = ".".join(map(str, problem.absolute_path))
-            raise WrongArguments(_one_line((f"argument {where!r}: " if where else "") + problem.message))
-
-    return check
 
 
 def _text(result: Any) -> str:
@@ -395,18 +341,9 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _is_closed(error: BaseException | None) -> bool:
-    return getattr(error, "code", None) == CONNECTION_CLOSED
-
-
 def _refused(error: BaseException) -> bool:
-    """Whether a server that is there would not have the handshake."""
+    """True for the error of a server that is there and refused the handshake."""
     from mcp import MCPError
 
     cause = _cause(error)
-    return isinstance(cause, MCPError) and not _is_closed(cause)
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _ERROR_LENGTH else f"{line[:_ERROR_LENGTH]}…"
+    return isinstance(cause, MCPError) and cause.code != CONNECTION_CLOSED

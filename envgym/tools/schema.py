@@ -1,4 +1,4 @@
-"""What a function takes: the JSON schema of its arguments, and the check of a call against it.
+"""A function's parameters: the JSON schema of its arguments, and the check of a call against it.
 
 Both are pydantic's, of a model with a field for each parameter. Descriptions come from the annotations, and where
 these have none from the docstring, in the style of Google, NumPy or reST.
@@ -22,6 +22,7 @@ from envgym.errors import ConfigError, did_you_mean
 _MAPS_OF_SCHEMAS = ("properties", "$defs", "patternProperties", "dependentSchemas")
 _VALUES = ("default", "const", "enum", "examples")
 _SHOWN_PROBLEMS = 3
+_ERROR_LENGTH = 300
 
 
 _known: WeakKeyDictionary[Callable[..., Any], dict[bool, Parameters]] = WeakKeyDictionary()
@@ -54,7 +55,7 @@ class Parameters:
         self._names, self._positional = [], []
         fields: dict[str, Any] = {}
         hints = _hints(function, noun)
-        self.description, said = _docstring(function)
+        self.description, descriptions = _docstring(function)
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ConfigError(f"{noun} takes {parameter}: a tool has a fixed number of named parameters")
@@ -79,8 +80,8 @@ class Parameters:
             why = f" ({error.message.splitlines()[0]})" if error.code == "typed-dict-version" else ""
             raise ConfigError(f"{noun}: parameter {name!r} is a {shown}, which has no JSON schema{why}") from None
         for name, schema in self.schema["properties"].items():
-            if "description" not in schema and name in said:
-                schema["description"] = said[name]
+            if "description" not in schema and name in descriptions:
+                schema["description"] = descriptions[name]
 
     def read(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The positional and the keyword arguments to call the function with. Raises `WrongArguments`."""
@@ -128,7 +129,7 @@ def _described(hint: Any) -> Any:
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter."""
+    """A docstring's description of the function, and of each parameter."""
     from docstring_parser import ParseError, parse
 
     text = inspect.getdoc(function) or ""
@@ -138,11 +139,11 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         docstring = parse(text)
     except ParseError:
         return text.strip(), {}
-    said = {}
+    descriptions = {}
     for parameter in docstring.params:
         for name in parameter.arg_name.split(","):  # NumPy's `a, b : int`
-            said[name.strip()] = " ".join((parameter.description or "").split())
-    return (docstring.description or "").strip(), {name: text for name, text in said.items() if text}
+            descriptions[name.strip()] = " ".join((parameter.description or "").split())
+    return (docstring.description or "").strip(), {name: text for name, text in descriptions.items() if text}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -177,3 +178,34 @@ def _culprit(hints: Mapping[str, Any]) -> tuple[str, Any]:
         except PydanticUserError:
             return name, hint
     return next(iter(hints.items()))
+
+
+def argument_check(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], None]:
+    """A check that raises `WrongArguments` for arguments that do not fit `schema`; none for a schema it cannot use."""
+    from jsonschema.exceptions import SchemaError, best_match
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError:
+        return lambda arguments: None
+    validator = kind(schema, registry=Registry())  # with a registry of its own, it fetches nothing
+
+    def check(arguments: Mapping[str, Any]) -> None:
+        try:
+            problem = best_match(validator.iter_errors(dict(arguments)))
+        except Unresolvable:
+            return
+        if problem is not None:
+            where = ".".join(map(str, problem.absolute_path))
+            raise WrongArguments(one_line((f"argument {where!r}: " if where else "") + problem.message))
+
+    return check
+
+
+def one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _ERROR_LENGTH else f"{line[:_ERROR_LENGTH]}…"

@@ -1,4 +1,4 @@
-"""A tool: what the policy is told of it, and the function that runs it."""
+"""A tool: its description for the policy, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _overdue: list[OwnThread] = []
 
 
 class ToolFailure(Exception):
-    """A call that failed; the message is told to the policy as it stands."""
+    """A call that failed; the policy reads the message as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     """`run` takes a call's arguments and returns the result: text, or anything that can be written as JSON.
 
-    It raises `WrongArguments` for arguments it does not take; what else it raises is told to the policy, but for
-    `InvalidOutcome`, which ends the episode. `timeout` is in seconds; None: that of the tool box.
+    It raises `WrongArguments` for arguments it does not take, and `InvalidOutcome` to end the episode; of anything else
+    it raises the policy reads the message. `timeout` is in seconds; None: that of the tool box.
     """
 
     spec: ToolSpec
@@ -43,7 +43,7 @@ class Tool:
     def of(cls, function: Callable[..., Any], *, name: str | None = None, timeout: float | None = None) -> Tool:
         """The tool that a typed function is. A plain `def` runs on a thread, an `async def` on the event loop.
 
-        Its parameters' types and its docstring are what the policy is told. Raises `ConfigError` for a function with
+        The policy reads its parameters' types and its docstring. Raises `ConfigError` for a function with
         untyped, `*args` or `**kwargs` parameters, or with types that JSON has no words for.
         """
         if not callable(function):

@@ -32,11 +32,11 @@ class CodeConfig(DataEnvConfig):
     attempts: int = Field(1, ge=1)
     """Programs an episode may try; what the first failed test says comes back in between."""
     reward: Literal["all", "share"] = "all"
-    """What is paid: 1 where all tests pass and else nothing, or the share that passes."""
+    """The reward: 1 where all tests pass and else 0, or the share that passes."""
     n_tests: int = Field(10, ge=4)
     """Tests of each made-up task."""
     limits: Limits = Limits()
-    """What a program may use while it is tested."""
+    """Limits of a program while it is tested."""
     programs: int | None = Field(None, ge=1)
     """Programs that run at once. Unset: two for each CPU."""
     packages: tuple[str, ...] = ()

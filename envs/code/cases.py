@@ -24,7 +24,7 @@ class CallCase:
     text: str
     """The call as people read it."""
     result: str
-    """What it should return, as people read it."""
+    """The expected result, as people read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def read_cases(tests: Any, entry_point: str = "") -> list[Case]:
 
 
 def _parsed(text: str) -> Any:
-    """What JSON text holds; other text is code."""
+    """The value of JSON text; other text is code."""
     if text.lstrip()[:1] not in ("[", "{"):
         return text
     try:

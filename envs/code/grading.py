@@ -29,7 +29,7 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one case went. `reason` is the sandbox's (`timeout`, `memory`, …), `error`, or `wrong`."""
+    """The result of one case. `reason` is the sandbox's (`timeout`, `memory`, …), `error`, or `wrong`."""
 
     passed: bool
     reason: str = ""
@@ -38,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How all cases went, in their order."""
+    """The results of all cases, in their order."""
 
     results: tuple[Result, ...]
 
@@ -55,7 +55,7 @@ class Verdict:
         return any(result.reason == reason for result in self.results)
 
     def feedback(self) -> str:
-        """What the first case that failed says, for the policy."""
+        """The message of the first case that failed, for the policy."""
         for number, result in enumerate(self.results, start=1):
             if not result.passed:
                 return f"Test {number} of {len(self.results)} failed: {result.message}"
@@ -99,24 +99,24 @@ def _compare(case: CallCase, line: str) -> Result:
     """Judge a line that the driver wrote; or the solution, who gains nothing unless it knows the result."""
     expected = json.dumps(case.expected)
     try:
-        said = json.loads(line) if len(line) <= _LONGER * len(expected) + 8192 else {}
+        outcome = json.loads(line) if len(line) <= _LONGER * len(expected) + 8192 else {}
     except (ValueError, RecursionError):
-        said = {}
+        outcome = {}
     call = _cut(case.text)
-    if not isinstance(said, dict):
-        said = {}
-    if "error" in said:
-        error = str(said["error"])
+    if not isinstance(outcome, dict):
+        outcome = {}
+    if "error" in outcome:
+        error = str(outcome["error"])
         return Result(False, "memory" if error.startswith("MemoryError") else "error", f"{call} raised {_cut(error)}")
-    if "value" in said and same(said["value"], case.expected):
+    if "value" in outcome and same(outcome["value"], case.expected):
         return Result(True)
-    shown = _cut(str(said.get("shown", "something else")))
+    shown = _cut(str(outcome.get("shown", "something else")))
     return Result(False, "wrong", f"{call} returned {shown}, expected {_cut(case.result)}")
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether two encoded values are equal, as Python sees it, but for two things: a tuple is like a list, and where
-    the right one is a number with a point, six digits count."""
+    """True for two encoded values that are equal to Python, but for two things: a tuple is like a list, and where the
+    right one is a number with a point, six digits count."""
     value, expected = _untupled(value), _untupled(expected)
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(same, value, expected))

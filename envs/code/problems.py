@@ -67,7 +67,7 @@ def held_out_tasks(n_tests: int) -> list[Task]:
 
 
 def is_held_out(family: Family, parameters: Mapping[str, Any]) -> bool:
-    """Whether a problem belongs to the test tasks."""
+    """True for a problem of the test tasks."""
     return tuple(parameters.values()) in _held_out(family.name)
 
 

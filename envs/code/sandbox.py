@@ -32,7 +32,7 @@ from .jail import wire
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 30.0
-"""How long a program's report may be late: its supervisor ends it at the limit."""
+"""Time that a program's report may be late: its supervisor ends it at the limit."""
 _DYING_SECONDS = 0.5  # until a killed server is seen to be dead
 KIND = "sandbox"
 """The kind of the outcome where the sandbox itself is in trouble."""
@@ -46,7 +46,7 @@ _ALSO_SHARED = "see which files exist, share the disk with everybody, and can st
 
 
 class Limits(Settings):
-    """What one program may use. A program that passes a limit is ended, or refused what it asked for."""
+    """Limits of one program. A program that passes a limit is ended, or refused what it asked for."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,9 +57,9 @@ class Limits(Settings):
     memory_mb: int = Field(512, ge=64)
     """Address space of each process, and memory of all of them together (looked at every 0.2 s)."""
     output_kb: int = Field(1024, ge=1)
-    """What it may print, errors included."""
+    """Output, errors included."""
     disk_mb: int = Field(64, ge=1)
-    """What its files may hold, all together. They lie in memory."""
+    """Size of its files, all together. They lie in memory."""
     files: int = Field(1000, ge=10)
     """Files and folders it may make."""
     open_files: int = Field(64, ge=16)
@@ -70,7 +70,7 @@ class Limits(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a program ended.
+    """The end of a program.
 
     `reason`: `ok` (exit status 0), `error` (any other, or a signal), or the limit it passed. `exit` is the status,
     negative for a signal. `seconds` of wall time, `cpu` seconds (0 where its limit ended it). Output that is not UTF-8
@@ -87,7 +87,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What keeps programs apart from this machine: `namespaces`, or `landlock` where there are none; why, and what
+    """The isolation of programs from this machine: by `namespaces`, or `landlock` where there are none; why, and what
     is shared all the same."""
 
     by: Literal["namespaces", "landlock"]
@@ -234,8 +234,8 @@ class _Server:
                 self.isolation = self._greet(packages, ways)
             except (EOFError, OSError) as error:
                 self.close()
-                said = _last_line(errors) or f"{type(error).__name__} {error}".strip()
-                raise InvalidOutcome(KIND, f"the sandbox's server does not start: {said}", retryable=True) from None
+                reason = _last_line(errors) or f"{type(error).__name__} {error}".strip()
+                raise InvalidOutcome(KIND, f"the sandbox's server does not start: {reason}", retryable=True) from None
             except BaseException:
                 self.close()
                 raise
@@ -286,7 +286,7 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[by
 
 
 def _locate(package: str) -> dict[str, str]:
-    """Where a package's files lie, and those of the libraries that wheels put beside it."""
+    """The paths of a package's files, and those of the libraries that wheels put beside it."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     place = os.path.realpath(folders[0] if folders else (spec and spec.origin) or "")

@@ -78,7 +78,7 @@ class AnyText(Reader):
 
 
 def reader_of(space: Any) -> Reader:
-    """What reads the actions of `space`. Raises `ConfigError` for kinds of space that no answer can write."""
+    """A reader of the actions of `space`. Raises `ConfigError` for kinds of space that no answer can write."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete):

@@ -152,7 +152,7 @@ def _has_chance(world: Any) -> bool:
 
 
 def can_plan(world: Any) -> bool:
-    """Whether an environment (unwrapped) tells its transitions and its state."""
+    """True for an environment (unwrapped) that shows its transitions and its state."""
     return isinstance(getattr(world, "P", None), dict) and hasattr(world, "s")
 
 

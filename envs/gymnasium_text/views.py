@@ -34,7 +34,7 @@ class View(ABC):
     rules: str
     """Explanation of the environment."""
     hint: str
-    """How an action is written."""
+    """Explanation of how an action is written."""
     invalid_reward = 0.0
     """Reward of an answer without an action, unless the settings give another."""
 

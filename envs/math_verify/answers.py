@@ -39,7 +39,7 @@ def reference(answer: object) -> str:
 
 
 def judge_at_once(answer: str, gold: str, problem: str = "") -> bool | None:
-    """Whether `answer` is right where its text says so, else None: then the mathematics decides.
+    """The verdict on `answer` where the text is enough for one, else None: then the mathematics decides.
 
     Where the reference is a number, an answer is one too. What stands in the problem is right only in the form that
     the reference has, so that nothing is earned by copying what was to be computed, simplified or converted.
@@ -58,5 +58,5 @@ def judge_at_once(answer: str, gold: str, problem: str = "") -> bool | None:
 
 
 def looks_costly(answer: str) -> bool:
-    """Whether grading may take long. A guess that decides only which queue an answer waits in."""
+    """True for an answer that may take long to grade. A guess that decides only which queue an answer waits in."""
     return len(answer) > 200 or _COSTLY.search(answer) is not None

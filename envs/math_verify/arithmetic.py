@@ -45,7 +45,7 @@ def draw(rng: random.Random, operations: Sequence[Operation], digits: int) -> tu
 
 
 def is_held_out(operation: Operation, a: int, b: int) -> bool:
-    """Whether a problem belongs to the test tasks, by a hash that is the same everywhere.
+    """True for a problem of the test tasks, by a hash that is the same everywhere.
 
     The order of the operands does not count: 45 + 23 is no new problem to one who was taught 23 + 45.
     """

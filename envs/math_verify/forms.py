@@ -1,4 +1,4 @@
-r"""What the text of an answer may be, beside a reference: of the same form, with no operation of its own.
+r"""The form that an answer may have beside a reference: the same, with no operation of its own.
 
 The library sees through both: to it `\gcd(4,6)` is 2, and of `47 \\ 46` it reads the 46.
 """
@@ -43,7 +43,7 @@ _OPERATIONS = tuple(
 
 
 def stands_in(problem: str, text: str) -> bool:
-    """Whether the problem holds this text, however it is spaced and its fractions are written."""
+    """True if the problem holds this text, however it is spaced and its fractions are written."""
     tokens = _tokens(text)
     if not tokens or not problem:
         return False
@@ -52,7 +52,7 @@ def stands_in(problem: str, text: str) -> bool:
 
 
 def copied(answer: str, gold: str, problem: str) -> bool:
-    """Whether an answer is an expression of the problem, its parts in any order, and not of those of the reference."""
+    """True for an answer that is an expression of the problem, its parts in any order, unless the reference is too."""
     wanted, given = (_without_joints(text) for text in (answer, problem))
     n = len(wanted)
     if not _IS_EXPRESSION.search(answer) or not wanted or sorted(wanted) == sorted(_without_joints(gold)):
@@ -67,7 +67,7 @@ def copied(answer: str, gold: str, problem: str) -> bool:
 
 
 def alike(answer: str, gold: str) -> bool:
-    """Whether an answer has the form of the reference: as many values, brackets of the same kind, no other
+    """True for an answer of the form of the reference: as many values, brackets of the same kind, no other
     operations, no alternatives."""
     answer, gold = _spaced(answer), _spaced(gold)
     if any(operation.search(answer) and not operation.search(gold) for operation in _OPERATIONS):
@@ -132,7 +132,7 @@ def _shape(text: str) -> str:
 
 
 def _outside(text: str) -> str:
-    """What lies in no brackets; nothing where they are closed before they are opened, as in `(1,2)∪(3,4)`."""
+    """The text outside all brackets; nothing where they are closed before they are opened, as in `(1,2)∪(3,4)`."""
     depth, kept = 0, []
     for token in re.findall(r"\\.|.", text, re.DOTALL):
         if token in _OPEN:
@@ -147,7 +147,7 @@ def _outside(text: str) -> str:
 
 
 def _unreduced(text: str) -> bool:
-    """Whether a fraction of whole numbers could be made simpler."""
+    """True if a fraction of whole numbers could be made simpler."""
     for match in _RATIO.finditer(text):
         above, below = (int(part) for part in match.groups() if part is not None)
         if below < 2 or math.gcd(above, below) > 1:

@@ -79,7 +79,7 @@ def read(text: str) -> Numeral | None:
 
 
 def agree(answer: Numeral, gold: Numeral, *, percent: bool = False) -> bool:
-    r"""Whether the answer is the number that the reference is. With `percent`, the problem asks for one in percent:
+    r"""True if the answer is the number that the reference is. With `percent`, the problem asks for one in percent:
     there `46\%` is 46, and elsewhere 0.46."""
     if answer.name and gold.name and answer.name != gold.name:
         return False
@@ -166,7 +166,7 @@ def _unit(words: list[str], power: str) -> str:
 
 
 def _end_of_number(text: str) -> int:
-    """Where the number ends and a unit may begin."""
+    """The end of the number, where a unit may begin."""
     end = 0
     for pattern in (_POWER_OF_TEN, _MIXED, _FRACTION, _DECIMAL_NUMBER):
         match = re.compile(rf"[+-]?\s*(?:{pattern.pattern})").match(text)

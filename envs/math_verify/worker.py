@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the answer is right; `failure` is `timeout` where grading it ran out of time, or never had its turn
+    """The grade of an answer; `failure` is `timeout` where grading it ran out of time, or never had its turn
     behind others that did, and `crash` where it killed the process twice."""
 
     correct: bool
@@ -123,7 +123,7 @@ def _serve(connection: Connection, of_host: Connection, parent: int) -> None:
 
 
 def is_right(answer: str, gold: str) -> bool:
-    """Whether `answer` means the same as `gold`, as math-verify sees it, and leaves nothing to be carried out."""
+    """True if `answer` means the same as `gold`, as math-verify sees it, and leaves nothing to be carried out."""
     from math_verify import verify
 
     # A reference may be text that the library finds no mathematics in; only the same text equals that.
@@ -147,7 +147,7 @@ def _leaves_of_parts(node: Any) -> int:
 
 
 def _leaves(expression: Any, of_a_sum: bool = False) -> int:
-    """How many numbers and names are written in an expression; 1 and -1, but in a sum, are the parser's."""
+    """The number of numbers and names written in an expression; 1 and -1, but in a sum, are the parser's."""
     if not expression.args:
         return int(of_a_sum or expression not in (1, -1))
     return sum(_leaves(part, expression.is_Add) for part in expression.args)

@@ -42,7 +42,7 @@ class ReasoningGymConfig(EnvConfig):
     size: int | None = Field(None, ge=1)
     """Train tasks, posed over and over. Unset: without end."""
     seed: int = Field(0, ge=0, lt=2**30)
-    """Which puzzles. Seeds that are close share them: in most datasets item N of a seed is item N - 1 of the next."""
+    """Seed of the puzzles. Close seeds share them: in most datasets item N of a seed is item N - 1 of the next."""
     exact: bool = False
     """Pay 1 for a perfect score and 0 for less. Else what the dataset's scorer gives, which may be in between."""
     instruction: str = "Give the final answer, and nothing else, between <answer> and </answer>."
@@ -172,7 +172,7 @@ class ReasoningGym(EnvSpec):
         )
 
     async def score(self, task: Task, answer: str) -> tuple[float, str]:
-        """What an answer earns, and what became of its scorer: nothing, `timeout` or `crash`; then it earns 0."""
+        """The score of an answer, and its scorer's failure: none, `timeout` or `crash`; then the score is 0."""
         number = task.fields["number"]
         try:
             try:

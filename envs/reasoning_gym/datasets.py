@@ -30,14 +30,14 @@ TEST_SHARE = 1 / 4
 """Share of all questions that are held out. The smaller, the longer one of them is looked for."""
 TRIES = 200
 STRIDE = 1_000_003
-"""How far items that stand in for each other are apart."""
+"""Distance between items that stand in for each other."""
 
 EXAMPLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "graph_color": lambda metadata: json.dumps({str(k): v for k, v in metadata["possible_answer"].items()}),
     "propositional_logic": lambda metadata: str(metadata["example_answer"]),
     "rubiks_cube": lambda metadata: str(metadata["example_correct_answer"]),
 }
-"""Where datasets that accept many answers, and so give none, keep one."""
+"""The place of a right answer in datasets that accept many, and so give none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Item:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the test split, by a hash that is the same everywhere.
+    """True for a question of the test split, by a hash that is the same everywhere.
 
     Seeds do not keep the splits apart: item N of seed S is item 0 of seed S + N in most datasets, and small datasets
     ask the same again.
@@ -98,7 +98,7 @@ class Datasets:
         return Item(name, entry["question"], answer, level)
 
     def score(self, number: int, answer: str) -> float:
-        """What `answer` to item `number` is worth, in [0, 1]; see `scorers`."""
+        """The score of `answer` to item `number`, in [0, 1]; see `scorers`."""
         name, level, entry, _ = self._item(number)
         return scored(name, self._dataset(name, level, 0), answer, entry)
 

@@ -25,7 +25,7 @@ class WeightedModel(RewardModel):
     weight: Weight = 1.0
     """Its share in the sum that is the reward."""
     name: str = ""
-    """What its metric is called; by default the last part of `model`."""
+    """Name of its metric; by default the last part of `model`."""
 
     @property
     def title(self) -> str:
@@ -42,7 +42,7 @@ class WeightedEndpoint(RewardEndpoint):
     weight: Weight = 1.0
     """Its share in the sum that is the reward."""
     name: str = ""
-    """What its metric is called; by default the server's host."""
+    """Name of its metric; by default the server's host."""
 
     @property
     def title(self) -> str:
@@ -99,22 +99,22 @@ class RewardModelEnvSpec(DataEnvSpec):
     answer_required = False
 
     @property
-    def payers(self) -> dict[str, WeightedModel | WeightedEndpoint]:
+    def weighted(self) -> dict[str, WeightedModel | WeightedEndpoint]:
         """Every model and endpoint under the name of its metric."""
-        payers: dict[str, WeightedModel | WeightedEndpoint] = {}
+        weighted: dict[str, WeightedModel | WeightedEndpoint] = {}
         declared: list[WeightedModel | WeightedEndpoint] = [*self.config.models, *self.config.endpoints]
-        for payer in declared:
-            name = re.sub(r"[^\w.-]+", "_", payer.title) or "reward"
-            unique = name if name not in payers else f"{name}-{len(payers) + 1}"
-            payers[unique] = payer
-        return payers
+        for model in declared:
+            name = re.sub(r"[^\w.-]+", "_", model.title) or "reward"
+            unique = name if name not in weighted else f"{name}-{len(weighted) + 1}"
+            weighted[unique] = model
+        return weighted
 
     @property
     def services(self) -> Mapping[str, Service]:
-        return {name: payer.service for name, payer in self.payers.items()}
+        return {name: model.service for name, model in self.weighted.items()}
 
     async def setup(self) -> None:
-        if not self.payers:
+        if not self.weighted:
             raise ConfigError(
                 f"environment {self.id}: which reward model? Give env.models=FOLDER, or env.endpoints=URL of a server"
             )
@@ -128,16 +128,16 @@ class RewardModelEnvSpec(DataEnvSpec):
 
     async def pay(self, conversation: Sequence[Message], label: Any) -> tuple[float, Info]:
         """The weighted sum of what the models say of a conversation, and what each of them says, as metrics."""
-        payers = self.payers
-        clients: list[RewardClient] = [self.clients[name] for name in payers]
-        said: list[Assessment] = await asyncio.gather(*(c.assess(conversation, label=label) for c in clients))
-        reward = sum(payer.weight * one.reward for payer, one in zip(payers.values(), said, strict=True))
+        weighted = self.weighted
+        clients: list[RewardClient] = [self.clients[name] for name in weighted]
+        found: list[Assessment] = await asyncio.gather(*(c.assess(conversation, label=label) for c in clients))
+        reward = sum(model.weight * one.reward for model, one in zip(weighted.values(), found, strict=True))
         metrics: dict[str, float] = {}
-        for name, one in zip(payers, said, strict=True):
+        for name, one in zip(weighted, found, strict=True):
             metrics[name] = one.reward
             metrics |= {f"{name}/{metric}": value for metric, value in one.metrics.items()}
         # A server by itself decides whether it scores; several have only their sum in common.
-        score = said[0].score if len(said) == 1 else preference(reward)
+        score = found[0].score if len(found) == 1 else preference(reward)
         if score == reward:  # as servers repeat it: the other rewards tell whether it is one (`envgym.rollout.scores`)
             score = None
         return reward, {"metrics": metrics} | ({} if score is None else {"score": score})

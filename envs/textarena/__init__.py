@@ -35,7 +35,7 @@ class TextArenaConfig(EnvConfig):
     seat: int | None = Field(None, ge=0)
     """The policy's seat, from 0; who has it often moves first. Unset: drawn by the task's seed."""
     opponent: Literal["random"] | ChatOrPolicy = "random"
-    """Who plays the other seats: `random`, legal moves drawn at random where they can be found out; `policy`, the
+    """The player of the other seats: `random`, legal moves drawn at random where they can be found out; `policy`, the
     policy in training; or a model behind an API (`{base_url: …, model: …}`)."""
     opponent_max_tokens: int = Field(512, ge=1)
     """Tokens a model has for one move."""
@@ -116,14 +116,14 @@ class TextArenaEnv(Env):
             return str(await self._call("random_move"))
         talk = self._talks.setdefault(position.player, [])
         talk.append(Message.of("user", position.seen))
-        said = await self.spec.clients["opponent"].complete(
+        move = await self.spec.clients["opponent"].complete(
             talk,
             max_tokens=config.opponent_max_tokens,
             temperature=config.opponent_temperature,
             seed=self.rng.getrandbits(31),
         )
-        talk.append(Message.of("assistant", said))
-        return str(said)
+        talk.append(Message.of("assistant", move))
+        return str(move)
 
     async def _play(self, text: str) -> Position:
         position: Position = await self._call("play", spoken(text))
@@ -196,7 +196,7 @@ class TextArenaGame(EnvSpec):
 
 
 def spoken(text: str) -> str:
-    """What is said aloud: without the thoughts before it, which hold moves that were not made, and which TextArena
+    """The words of an answer without the thoughts before them, which hold moves that were not made, and which TextArena
     would show the other players."""
     if "</think>" in text:
         return text.rpartition("</think>")[2].strip()

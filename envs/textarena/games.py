@@ -33,9 +33,9 @@ _VARIABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a game stands: who is to move and what they have been told since their last move.
+    """The state of a game: whose turn it is, and the messages to that player since their last move.
 
-    At the end `seen` is told to the policy's seat; `rewards` by seat, and `lost_by_invalid` the seats that a move
+    At the end `seen` is for the policy's seat; `rewards` by seat, and `lost_by_invalid` the seats that a move
     against the rules has cost the game.
     """
 
@@ -56,8 +56,8 @@ class Game:
     """The states of Python's and NumPy's global generators that belong to it."""
     rng: random.Random
     """For moves of the built-in opponent."""
-    told: dict[int, str] = field(default_factory=dict)
-    """All that each seat has been told."""
+    seen: dict[int, str] = field(default_factory=dict)
+    """All messages to each seat."""
 
     @property
     def world(self) -> Any:
@@ -114,8 +114,8 @@ class Games:
     def random_move(self, key: str) -> str:
         """A legal move drawn at random for whose turn it is, or one that may not be legal where none is found."""
         game = self._games[key]
-        told = game.told[game.world.state.current_player_id]
-        moves = candidates(told, game.rng)
+        seen = game.seen[game.world.state.current_player_id]
+        moves = candidates(seen, game.rng)
         for move in moves[:TRIALS]:
             if _is_legal(game, move):
                 return move
@@ -160,11 +160,11 @@ class Games:
         reason = str(info.get(game.seat, {}).get("reason") or "")
         if reason not in seen:
             seen = f"{seen}\n{reason}".strip()
-        lost = tuple(seat for seat, told in info.items() if told.get("invalid_move"))
-        return Position(game.seat, seen, True, {seat: float(paid) for seat, paid in (rewards or {}).items()}, lost)
+        lost = tuple(seat for seat, notes in info.items() if notes.get("invalid_move"))
+        return Position(game.seat, seen, True, {seat: float(reward) for seat, reward in (rewards or {}).items()}, lost)
 
     def _tell(self, game: Game, player: int, observations: Any) -> str:
-        """What the messages to a player say, without the player's own moves and with the last of several boards."""
+        """The messages to a player as text, without the player's own moves and with the last of several boards."""
         names = game.world.state.role_mapping
         boards = [index for index, (_, _, kind) in enumerate(observations) if getattr(kind, "name", "") == "GAME_BOARD"]
         lines = [
@@ -173,7 +173,7 @@ class Games:
             if sender != player and index not in boards[:-1]
         ]
         text = "\n".join(line.strip("\n") for line in lines)
-        game.told[player] = f"{game.told.get(player, '')}\n{text}"
+        game.seen[player] = f"{game.seen.get(player, '')}\n{text}"
         return text
 
 
@@ -190,7 +190,7 @@ def _own_generators(game: Game) -> Iterator[None]:
 
 
 def _is_legal(game: Game, move: str) -> bool:
-    """Whether the game accepts a move: it is played in a copy."""
+    """True if the game accepts a move: it is played in a copy."""
     trial = copy.copy(game)
     trial.env = copy.deepcopy(game.env)
     state = trial.world.state
@@ -207,11 +207,11 @@ def _is_legal(game: Game, move: str) -> bool:
     return bool(getattr(state, "error_count", 0) <= errors)
 
 
-def candidates(told: str, rng: random.Random) -> list[str]:
+def candidates(seen: str, rng: random.Random) -> list[str]:
     """Moves to try, in a random order: those a game offers at the moment first, then those that resemble examples."""
-    offers = [line for line in _OFFERED.findall(told) if _BRACKETS.search(line)]
+    offers = [line for line in _OFFERED.findall(seen) if _BRACKETS.search(line)]
     offered = _examples(offers[-1]) if offers else []
-    examples = _examples(told)
+    examples = _examples(seen)
     rest = examples + [varied(rng.choice(examples), rng) for _ in range(DRAWS if examples else 0)]
     rng.shuffle(offered)
     rng.shuffle(rest)

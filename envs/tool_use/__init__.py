@@ -90,7 +90,7 @@ class ToolUse(DataEnvSpec):
         await super().setup()
         try:
             self._tools = [await self._tool(name) for name in self.config.tools]
-            # Each server is started now: what is wrong with it is told before the first episode.
+            # Each server is started now: a mistake is reported before the first episode.
             sessions = await asyncio.gather(*(self._session(index) for index in range(len(self.config.mcp))))
             ToolBox([*self._tools, *(tool for session in sessions for tool in session.tools)])
             await self._close([index for index, server in enumerate(self.config.mcp) if not server.shared])
@@ -160,7 +160,7 @@ def given(text: str, answer: object, match: Match) -> str | None:
 
 
 def is_right(text: str, answer: object, match: Match) -> bool:
-    """Whether `text` gives `answer`. `auto` compares numbers where the answer is one, else the whole text.
+    """True if `text` gives `answer`. `auto` compares numbers where the answer is one, else the whole text.
 
     `number`: the last number in the text equals the answer. `exact`: the same text, but for case, spacing and a full
     stop at the end. `contains`: the answer occurs in the text, as whole words. Thoughts before `</think>` do not count.

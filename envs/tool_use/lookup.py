@@ -57,7 +57,7 @@ def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | 
 
 
 def is_held_out(key: int) -> bool:
-    """Whether test tasks begin with this key, by a hash that is the same everywhere."""
+    """True for a key that test tasks begin with, by a hash that is the same everywhere."""
     return hash_fraction(f"key {key}") < TEST_SHARE
 
 

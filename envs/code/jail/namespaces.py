@@ -28,7 +28,7 @@ from .program import (
 )
 
 _ROOT = os.path.dirname(os.path.abspath(__file__))
-"""Where the new root is built. Any folder does: only the program's own mount namespace sees it there."""
+"""Mount point of the new root. Any folder does: only the program's own mount namespace sees it there."""
 _SCRATCH, _HOME, _TEMPORARY, _SHARED, _PACKAGES = "/box", "/box/work", "/box/tmp", "/box/shm", "/packages"
 _DEVICES = ("null", "random", "urandom")
 _ROOT_BYTES = 2**20  # of folders, links and places to mount on; the standard input comes on top

@@ -1,4 +1,4 @@
-"""What is run: a program with its limits, and the last steps before a process becomes it."""
+"""A program with its limits, and the last steps before a process becomes it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _C_LIBRARYS_SIGNALS = (32, 33)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What programs need of this machine: the interpreter, paths to read but for what is hidden in them (installed
-    packages), the packages they may import, and a folder for theirs where they share the file system."""
+    """Things that programs need of this machine: the interpreter, paths to read but for those hidden in them
+    (installed packages), the packages they may import, and a folder for theirs where they share the file system."""
 
     python: str
     readable: tuple[str, ...]
@@ -110,9 +110,9 @@ def close_all_but(kept: int, *, first: int = 0) -> None:
     os.closerange(kept + 1, 2**16)
 
 
-def report(streams: Streams, **said: Any) -> None:
+def report(streams: Streams, **notes: Any) -> None:
     """Tell the supervisor something: how the program ended, or what failed."""
-    os.write(streams.status, json.dumps(said).encode() + b"\n")
+    os.write(streams.status, json.dumps(notes).encode() + b"\n")
 
 
 def reset_signals() -> None:

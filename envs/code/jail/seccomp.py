@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import signal
 import struct
@@ -20,44 +21,7 @@ _AUDIT_ARCH = {_X86: 0xC000003E, _ARM: 0xC00000B7}
 _NEWER = 463
 """System calls from this number on are younger than the list below; programs are told that there are none."""
 
-# number on x86_64, number on aarch64 (None: does not exist there); <asm/unistd_64.h>, <asm-generic/unistd.h>
-_Calls = dict[str, tuple[int | None, int | None]]
-_DENIED: _Calls = {
-    "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bind": (49, 200), "bpf": (321, 280),
-    "chroot": (161, 51), "clock_adjtime": (305, 266), "clock_settime": (227, 112), "connect": (42, 203),
-    "delete_module": (176, 106),
-    "fanotify_init": (300, 262), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
-    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_setup": (206, 0),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425),
-    "inotify_init": (253, None), "inotify_init1": (294, 26),
-    "ioperm": (173, None), "iopl": (172, None), "ioprio_set": (251, 30),
-    "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219),
-    "landlock_create_ruleset": (444, 444), "lookup_dcookie": (212, 18), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40), "mount_setattr": (442, 442),
-    "move_mount": (429, 429), "move_pages": (279, 239), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "msgctl": (71, 187), "msgget": (68, 186), "msgrcv": (70, 188), "msgsnd": (69, 189),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "open_tree": (428, 428),
-    "perf_event_open": (298, 241), "personality": (135, 92), "pidfd_getfd": (438, 438), "pivot_root": (155, 41),
-    "process_madvise": (440, 440), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142),
-    "request_key": (249, 218), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "semctl": (66, 191), "semget": (64, 190),
-    "semop": (65, 193), "semtimedop": (220, 192), "sethostname": (170, 161),
-    "setdomainname": (171, 162), "setns": (308, 268), "setpriority": (141, 140), "setsockopt": (54, 208),
-    "settimeofday": (164, 170), "shmat": (30, 196), "shmctl": (31, 195), "shmget": (29, 194),
-    "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
-    "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
-    "vmsplice": (278, 75),
-}  # fmt: skip
-_DENIED_WITHOUT_NAMESPACES: _Calls = {  # what Landlock does not (always) control, and further processes
-    "chmod": (90, None), "chown": (92, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "fchown": (93, 55), "fchownat": (260, 54), "fork": (57, None), "fremovexattr": (199, 16), "fsetxattr": (190, 7),
-    "futimesat": (261, None), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
-    "pidfd_send_signal": (424, 424), "removexattr": (197, 14), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "setxattr": (188, 5), "tkill": (200, 130), "truncate": (76, 45),
-    "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
-}  # fmt: skip
+# The number on x86_64, and on aarch64 (None: does not exist there).
 _CLONE, _CLONE3, _MMAP, _PRLIMIT = (56, 220), (435, 435), (9, 222), (302, 261)
 _SOCKETPAIR, _SIGACTION, _KILL, _TGKILL = (53, 199), (13, 134), (62, 129), (234, 131)
 _FCNTL, _IOCTL, _OPEN, _OPENAT, _OPENAT2 = (72, 25), (16, 29), (2, None), (257, 56), (437, 437)
@@ -74,6 +38,18 @@ _LOAD, _AND, _EQUAL, _GREATER_OR_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data, <linux/seccomp.h>
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _MODE_FILTER = 2
+
+
+def _denied(kind: str) -> list[tuple[int | None, int | None]]:
+    """The numbers of the system calls in one part of `system_calls.txt`."""
+    with open(os.path.join(os.path.dirname(__file__), "system_calls.txt"), encoding="ascii") as file:
+        part = file.read().split(f"[{kind}]\n")[1].split("\n\n")[0]
+    rows = (line.split() for line in part.splitlines())
+    return [(None if x86 == "-" else int(x86), None if arm == "-" else int(arm)) for _, x86, arm in rows]
+
+
+# Read when the server starts: a program's process can open no such file any more.
+_DENIED, _DENIED_WITHOUT_NAMESPACES = _denied("always"), _denied("without namespaces")
 
 
 def install(*, namespaces: bool) -> None:
@@ -112,15 +88,15 @@ def _program(column: int, arch: int, namespaces: bool) -> list[bytes]:
         ),
     ]
     clone = [_instruction(_LOAD, _argument(0)), _instruction(_ANY_BIT, _NAMESPACES, 0, 1), _refuse(errno.EPERM)]
-    denied = dict(_DENIED)
+    denied = _DENIED
     if namespaces:
         program += _unless(_SIGACTION[column], _keep_the_children())
     else:
-        denied |= _DENIED_WITHOUT_NAMESPACES
+        denied = denied + _DENIED_WITHOUT_NAMESPACES
         clone += [_instruction(_ANY_BIT, _CLONE_THREAD, 1, 0), _refuse(errno.EPERM)]
         program += _alone(column)
     program += _unless(_CLONE[column], clone)
-    for numbers in denied.values():
+    for numbers in denied:
         program += _when(numbers[column], [_refuse(errno.EPERM)])
     return [*program, _instruction(_RETURN, _ALLOW)]
 

@@ -17,6 +17,11 @@ from .program import Host, Program
 _MSG_CMSG_CLOEXEC = 0x40000000  # <linux/socket.h>
 _LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 _DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+_PROBE = {
+    "names": [], "cpu": 10.0, "wall": 30.0, "memory": 2**29, "output": 2**16, "disk": 2**20, "files_at_most": 16,
+    "open_files": 16, "processes": 4,
+}  # fmt: skip
+"""The limits of an empty program, by which it is found out what works here."""
 
 
 def main() -> None:
@@ -47,7 +52,6 @@ def main() -> None:
 def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
     """The first way in which a program runs here, and why those before it do not."""
     errors: dict[str, str] = {}
-    probe = Program(b"", b"", {}, 10.0, 30.0, 2**29, 2**16, 2**20, 16, 16, 4)
     for way in ways:
         # No limit on processes holds the system's root, whatever it is called in a user namespace.
         if way == ("user" if os.geteuid() == 0 else "root"):
@@ -55,7 +59,7 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
         ours, theirs = socket.socketpair()
         _fork(way, host, theirs, ours, settled=False)
         theirs.close()
-        ours.sendall(_request(probe))
+        ours.sendall(wire.pack(_PROBE, (b"", b"")))
         try:
             report, (_, stderr) = wire.receive(ours)
         except EOFError:
@@ -64,8 +68,8 @@ def _choose(host: Host, ways: list[str]) -> tuple[str, dict[str, str]]:
             ours.close()
         if report.get("reason") == "ok":
             return way, errors
-        said = stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        errors[way] = report.get("failed") or said or f"exit status {report['exit']}"
+        last = stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        errors[way] = report.get("failed") or last or f"exit status {report['exit']}"
     return "", errors
 
 
@@ -93,12 +97,6 @@ def _fork(way: str, host: Host, connection: socket.socket, other: socket.socket,
         os._exit(0)
 
 
-def _request(program: Program) -> bytes:
-    limits = ("cpu", "wall", "memory", "output", "disk", "files_at_most", "open_files", "processes")
-    header = {name: getattr(program, name) for name in limits}
-    return wire.pack({"names": [], **header}, (program.source, program.stdin))
-
-
 def _installed(readable: tuple[str, ...]) -> tuple[str, ...]:
     """Folders of installed packages in those of Python's own library."""
     found = []
@@ -110,7 +108,7 @@ def _installed(readable: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _readable() -> tuple[str, ...]:
-    """What Python needs to run: its own folder of libraries, the system's, and those it has in memory."""
+    """Paths that Python needs to run: its own folder of libraries, the system's, and those it has in memory."""
     standard = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
     loaded = set()
     with open("/proc/self/maps") as file:

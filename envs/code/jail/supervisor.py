@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import confined, linux, namespaces
-from .processes import usage
 from .program import Host, Program, Streams, report
 
 CHECK_SECONDS = 0.2
-"""How often the memory and the CPU time of all the program's processes together are looked at."""
+"""Time between two looks at the memory and the CPU time of all the program's processes together."""
 END_SECONDS = 10.0
-"""How long the kernel may take to end killed processes."""
+"""Time that the kernel may take to end killed processes."""
 _CHUNK = 2**16
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Abandoned(Exception):
@@ -37,14 +37,15 @@ class Run:
     started: float
     output: dict[int, bytearray]
     status: int
-    said: bytearray = field(default_factory=bytearray)
+    notes: bytearray = field(default_factory=bytearray)
+    """JSON lines from the processes around the program (see `program.report`)."""
     reason: str = ""
 
 
 def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple[dict[str, Any], bytes, bytes]:
     """Run a program to its end: what to report, its output and its errors.
 
-    The report says `failed` where the trouble is the sandbox's and nothing can be said about the program. Raises
+    The report says `failed` where the trouble is the sandbox's and nothing is known about the program. Raises
     `Abandoned` once `caller` hangs up; nothing of the program is left then either.
     """
     with ExitStack() as stack:
@@ -69,12 +70,12 @@ def play(way: str, program: Program, host: Host, caller: socket.socket) -> tuple
         for stream in (stdout, stderr, status):
             while _read(run, stream):
                 pass
-        said: dict[str, Any] = {}
-        for line in bytes(run.said).splitlines():
-            said |= json.loads(line)
+        noted: dict[str, Any] = {}
+        for line in bytes(run.notes).splitlines():
+            noted |= json.loads(line)
         if way == "confined":
-            said = {"status": wait_status, "cpu": used.ru_utime + used.ru_stime, **said}
-        verdict = {"seconds": seconds, **_verdict(run, said, _out_of_memory_kills() - kills)}
+            noted = {"status": wait_status, "cpu": used.ru_utime + used.ru_stime, **noted}
+        verdict = {"seconds": seconds, **_verdict(run, noted, _out_of_memory_kills() - kills)}
         return verdict, bytes(run.output[stdout]), bytes(run.output[stderr])
 
 
@@ -132,7 +133,7 @@ def _read(run: Run, stream: int) -> bool:
     """Take what there is to read; False at the end of the stream. What is over the limit is dropped."""
     chunk = os.read(stream, _CHUNK)
     if stream == run.status:
-        run.said += chunk
+        run.notes += chunk
         return bool(chunk)
     room = run.program.output - sum(map(len, run.output.values()))
     run.output[stream] += chunk[:room]
@@ -154,14 +155,14 @@ def _end(process: int) -> tuple[int, int, Any]:
         time.sleep(0.001)
 
 
-def _verdict(run: Run, said: dict[str, Any], kills: int) -> dict[str, Any]:
+def _verdict(run: Run, noted: dict[str, Any], kills: int) -> dict[str, Any]:
     """`reason`, `exit` and `cpu` of a program that ended, or what `failed`."""
-    if "failed" in said:
-        return {"failed": said["failed"]}
-    if "status" not in said and not run.reason:
+    if "failed" in noted:
+        return {"failed": noted["failed"]}
+    if "status" not in noted and not run.reason:
         return {"failed": "the program's keeper was killed from outside"}
-    code = os.waitstatus_to_exitcode(said["status"]) if "status" in said else -signal.SIGKILL
-    cpu = said.get("cpu", 0.0)
+    code = os.waitstatus_to_exitcode(noted["status"]) if "status" in noted else -signal.SIGKILL
+    cpu = noted.get("cpu", 0.0)
     if run.reason:
         reason = run.reason
     elif code == 0:
@@ -198,3 +199,59 @@ def _out_of_memory_kills() -> int:
             if line.startswith(b"oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def usage(root: int, n_enough: int, memory_enough: int) -> tuple[int, int, float]:
+    """The number of processes from `root` down, the bytes they hold, and seconds of CPU time, also of ended ones.
+
+    Counts no further than the first process over `n_enough`. Memory that processes share is counted for each of them,
+    unless that comes to more than `memory_enough`: then it is shared out, which takes longer to find out.
+    """
+    memory = 0
+    cpu = 0.0
+    processes = _tree(root, n_enough)
+    for process in processes:
+        try:
+            with open(f"/proc/{process}/stat", "rb") as file:
+                # After the name, which may hold anything: utime, stime, and both of the children waited for.
+                fields = file.read().rpartition(b")")[2].split()
+            cpu += sum(map(int, fields[11:15])) / _TICKS
+            memory += _resident(process)
+        except OSError:
+            continue  # it has ended
+    if memory > memory_enough:
+        memory = sum(_exact(process) for process in processes)
+    return len(processes), memory, cpu
+
+
+def _tree(root: int, n_enough: int) -> list[int]:
+    found = [root]
+    for process in found:  # grows as children are found
+        if len(found) > n_enough:
+            break
+        try:
+            for task in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{task}/children", "rb") as file:
+                    found.extend(map(int, file.read().split()))
+        except OSError:
+            continue
+    return found
+
+
+def _resident(process: int) -> int:
+    return _of_lines(f"/proc/{process}/status", (b"RssAnon:", b"RssShmem:"))
+
+
+def _exact(process: int) -> int:
+    try:
+        return _of_lines(f"/proc/{process}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:"))
+    except PermissionError:
+        return _resident(process)
+    except OSError:
+        return 0  # it has ended
+
+
+def _of_lines(path: str, names: tuple[bytes, ...]) -> int:
+    """Bytes that the lines with these names come to; each gives kilobytes."""
+    with open(path, "rb") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(names))

@@ -1,4 +1,4 @@
-"""What goes over a socket here: a JSON object and pieces of bytes, each with its length before it."""
+"""Messages over a socket: a JSON object and pieces of bytes, each with its length before it."""
 
 from __future__ import annotations
 

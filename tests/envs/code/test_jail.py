@@ -116,7 +116,7 @@ def test_landlock_holds_on_old_kernels_what_it_promises(version, tmp_path, monke
     package.mkdir()
     victim_file = package / "__init__.py"
     victim_file.write_text("x = 5")
-    as_old = f"from jail import landlock; landlock.version = lambda: {version}; from jail.server import main"
+    as_old = f"from jail import confined; confined.landlock_version = lambda: {version}; from jail.server import main"
     changed = sandbox_module._SERVER.replace("from jail.server import main", as_old)
     assert changed != sandbox_module._SERVER
     monkeypatch.setattr(sandbox_module, "_SERVER", changed)
@@ -233,7 +233,7 @@ def test_folders_that_cannot_be_read_are_removed_too(tmp_path):
     place, target, code = (Path(f"{tmp_path}/{name}") for name in ("place", "target", "code"))
     for path in (place, target, code / "jail"):
         path.mkdir(parents=True)
-    for file in Path(jail.__file__).parent.glob("*.py"):
+    for file in Path(jail.__file__).parent.glob("*.*"):
         (code / "jail" / file.name).write_bytes(file.read_bytes())
     if who:
         for path in (place, target):

@@ -368,7 +368,7 @@ def test_it_needs_no_privileges(tmp_path):
     jail_folder = Path(jail.__file__).parent
     tmp_path.chmod(0o755)
     (tmp_path / "jail").mkdir()
-    for file in jail_folder.glob("*.py"):
+    for file in jail_folder.glob("*.*"):
         (tmp_path / "jail" / file.name).write_bytes(file.read_bytes())
     for parent in tmp_path.parents:
         if parent.owner() == "root" and parent.name.startswith(("pytest-", "popen-")):
