@@ -55,9 +55,19 @@ class Processes:
             await self.close()
             raise
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float, tries: int = 1) -> Any:
         """Run a method on the first process that is free; one call at a time in each. `timeout` (seconds) counts from
-        when it begins; then the process is killed and the next call finds a new one. See `Process.call`."""
+        when it begins; then the process is killed and the next call finds a new one. A call that crashed is made again
+        until it has had its `tries`: the process may have been killed for another's doing. See `Process.call`."""
+        for _ in range(tries - 1):
+            try:
+                return await self._call(method, *args, timeout=timeout)
+            except InvalidOutcome as failure:
+                if failure.kind != "crash":
+                    raise
+        return await self._call(method, *args, timeout=timeout)
+
+    async def _call(self, method: str, *args: Any, timeout: float) -> Any:
         process = await self._free.get()
         try:
             return await process.call(method, *args, timeout=timeout)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,4 @@ def _numbers(space: Any) -> int:
     parts = getattr(space, "spaces", None)
     if parts is not None:
         return sum(_numbers(part) for part in (parts.values() if hasattr(parts, "values") else parts))
-    count = 1
-    for length in getattr(space, "shape", None) or ():
-        count *= int(length)
-    return count
+    return math.prod(map(int, getattr(space, "shape", None) or ()))

@@ -3,21 +3,27 @@ r"""Mathematics in one turn: a problem, an answer in `\boxed{…}`, checked with
 from __future__ import annotations
 
 import importlib.util
+import operator
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import missing_package
+from envgym.hashing import hash_fraction
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.types import Action, Message, Task, as_messages
 
 from .answers import boxed, judge_at_once, reference
-from .arithmetic import Operation, held_out_tasks, train_task
-from .grader import Grader
-from .worker import Verdict
+from .grader import Grader, Verdict
+
+Operation = Literal["+", "-", "*"]
+
+COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+TEST_TASKS = 512
+TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
 
 class MathVerifyConfig(DataEnvConfig):
@@ -108,3 +114,42 @@ class MathVerify(DataEnvSpec):
             return Verdict(certain)
         assert self._grader is not None  # a reset has set the spec up
         return await self._grader.grade(answer, gold)
+
+
+def train_task(index: int, operations: Sequence[Operation], digits: int) -> Task:
+    """Train task `index`: a function of `index` alone."""
+    rng = random.Random(f"train {index}")
+    while True:
+        problem = draw(rng, operations, digits)
+        if not is_held_out(*problem):
+            return _task(f"train-{index}", *problem)
+
+
+def held_out_tasks(operations: Sequence[Operation], digits: int) -> list[Task]:
+    """The 512 test tasks, all different; fewer where there are not as many problems (one digit)."""
+    rng = random.Random("test")
+    problems: dict[tuple[Operation, int, int], None] = {}
+    for _ in range(40 * TEST_TASKS):  # ample: one draw in eight is held out
+        problem = draw(rng, operations, digits)
+        if is_held_out(*problem):
+            problems[problem] = None
+        if len(problems) == TEST_TASKS:
+            break
+    return [_task(f"test-{index}", *problem) for index, problem in enumerate(problems)]
+
+
+def draw(rng: random.Random, operations: Sequence[Operation], digits: int) -> tuple[Operation, int, int]:
+    """An operation and two operands of at most `digits` digits."""
+    return rng.choice(operations), rng.randrange(10**digits), rng.randrange(10**digits)
+
+
+def is_held_out(operation: Operation, a: int, b: int) -> bool:
+    """True for a problem of the test tasks, by a hash that is the same everywhere.
+
+    The order of the operands does not count: 45 + 23 is no new problem to one who was taught 23 + 45.
+    """
+    return hash_fraction(f"{min(a, b)} {operation} {max(a, b)}") < TEST_SHARE
+
+
+def _task(id: str, operation: Operation, a: int, b: int) -> Task:
+    return Task(id=id, prompt=f"What is {a} {operation} {b}?", answer=COMPUTE[operation](a, b))

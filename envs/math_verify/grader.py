@@ -7,12 +7,13 @@ import math
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied
 from envgym.isolation.processes import Processes
 
 from .answers import looks_costly
-from .worker import Verdict
 
 HOST = "envgym.envs.math_verify.worker:Worker"
 CACHE_SIZE = 4096
@@ -26,6 +27,15 @@ for a deadline each."""
 GRACE_SECONDS = 10.0
 """Time past the deadline of an answer after which a process that does not report it is killed."""
 _LOW_PRIORITY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The grade of an answer; `failure` is `timeout` where grading it ran out of time, or never had its turn behind
+    others that did, and `crash` where it killed the process twice."""
+
+    correct: bool
+    failure: Literal["", "timeout", "crash"] = ""
 
 
 class Grader:
@@ -114,23 +124,18 @@ class Grader:
         return Verdict(False, "timeout")
 
     async def _ask(self, lane: int, answer: str, gold: str, cpu: float) -> Verdict | None:
-        """None where the answer needs more than `cpu` seconds. One whose process dies is tried once more."""
+        """The verdict, or None where the answer takes more than `cpu` seconds of CPU time (0: no limit)."""
         pool = await self._pool(lane)
-        verdict: Verdict | None = None
-        for _ in range(2):
-            try:
-                verdict = await pool.call(
-                    "grade", answer, gold, cpu, self._timeout, timeout=self._timeout + GRACE_SECONDS
-                )
-            except CallTimeout:
-                return Verdict(False, "timeout")
-            except InvalidOutcome as failure:
-                if failure.kind != "crash":
-                    raise
-                verdict = Verdict(False, "crash")
-            if verdict is None or verdict.failure != "crash":
-                break
-        return verdict
+        limit = self._timeout + GRACE_SECONDS
+        try:
+            correct = await pool.call("grade", answer, gold, cpu, self._timeout, timeout=limit, tries=2)
+        except CallTimeout:
+            return Verdict(False, "timeout")
+        except InvalidOutcome as failure:
+            if failure.kind != "crash":
+                raise
+            return Verdict(False, "crash")
+        return None if correct is None else Verdict(correct)
 
     async def _pool(self, lane: int) -> Processes:
         async with self._starting[lane]:

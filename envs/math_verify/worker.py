@@ -15,25 +15,15 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
-from envgym.errors import WorkerError
+from envgym.errors import CallTimeout, InvalidOutcome, WorkerError
 
 MEMORY_BYTES = 2 * 2**30
 WARM_UP = ((r"\frac{1}{2}", "0.5"), ("(x+1)^2", "x^2+2x+1"), (r"\{1, 2\}", r"\{2, 1\}"), ("[1, 2)", "[2, 3)"))
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The grade of an answer; `failure` is `timeout` where grading it ran out of time, or never had its turn
-    behind others that did, and `crash` where it killed the process twice."""
-
-    correct: bool
-    failure: Literal["", "timeout", "crash"] = ""
 
 
 class Worker:
@@ -51,17 +41,22 @@ class Worker:
             raise WorkerError(f"grading processes do not start: {type(error).__name__}: {error}") from None
         self._child: Child | None = None
 
-    async def grade(self, answer: str, gold: str, cpu: float, timeout: float) -> Verdict | None:
-        """The verdict on an answer, or None where it takes more than `cpu` seconds of CPU time (0: no limit)."""
+    async def grade(self, answer: str, gold: str, cpu: float, timeout: float) -> bool | None:
+        """True for a right answer, or None where it takes more than `cpu` seconds of CPU time (0: no limit).
+
+        Raises `CallTimeout` past `timeout` seconds, `InvalidOutcome` of kind `crash` where the child dies.
+        """
         child = self._child = self._child or Child()
         try:
             async with asyncio.timeout(timeout):
-                return Verdict(await child.grade(answer, gold, cpu))
+                return await child.grade(answer, gold, cpu)
         except TimeoutError:
             self.close()
-            return Verdict(False, "timeout")
+            raise CallTimeout("the answer took too long to grade") from None
         except (EOFError, OSError):
-            return None if self.close() == -signal.SIGPROF else Verdict(False, "crash")
+            if self.close() == -signal.SIGPROF:
+                return None
+            raise InvalidOutcome("crash", "the process that graded died", retryable=True) from None
         except asyncio.CancelledError:
             self.close()
             raise

@@ -175,13 +175,7 @@ class ReasoningGym(EnvSpec):
         """The score of an answer, and its scorer's failure: none, `timeout` or `crash`; then the score is 0."""
         number = task.fields["number"]
         try:
-            try:
-                score = await self._call("score", number, answer, timeout=self.config.score_timeout)
-            except InvalidOutcome as failure:
-                if failure.kind != "crash":
-                    raise
-                # Perhaps not this answer's doing: the process may have been killed for memory others took.
-                score = await self._call("score", number, answer, timeout=self.config.score_timeout)
+            score = await self._call("score", number, answer, timeout=self.config.score_timeout, tries=2)
         except CallTimeout:
             return 0.0, "timeout"
         except InvalidOutcome as failure:
@@ -191,10 +185,10 @@ class ReasoningGym(EnvSpec):
         score = without_length_ratio(score, answer, task.answer)
         return (float(score >= 1) if self.config.exact else score), ""
 
-    async def _call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def _call(self, method: str, *args: Any, timeout: float, tries: int = 1) -> Any:
         if self._processes is None:
             raise RuntimeError("puzzles are made by processes that setup starts, which has not run")
-        return await self._processes.call(method, *args, timeout=timeout)
+        return await self._processes.call(method, *args, timeout=timeout, tries=tries)
 
 
 def tagged(text: str) -> str | None:

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.env import EnvSpec
-from envgym.envs.math_verify import grader
+from envgym.envs.math_verify import grader, held_out_tasks, train_task
 from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
-from envgym.envs.math_verify.arithmetic import held_out_tasks, train_task
-from envgym.envs.math_verify.worker import Verdict
 from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
 from envgym.isolation.processes import Processes
 from envgym.types import Task
@@ -323,9 +321,9 @@ def test_equal_questions_are_graded_once(monkeypatch):
     """Eight members of a group give one hostile answer: one deadline passes, not eight."""
     asked, call = [], Processes.call
 
-    async def counted(self, method, *args, timeout):
+    async def counted(self, *args, **limits):
         asked.append(args)
-        return await call(self, method, *args, timeout=timeout)
+        return await call(self, *args, **limits)
 
     monkeypatch.setattr(Processes, "call", counted)
 
@@ -348,13 +346,13 @@ def test_what_could_not_be_graded_is_graded_anew_and_what_could_is_kept(monkeypa
         async def start(self):
             pass
 
-        async def call(self, method, answer, *args, timeout):
+        async def call(self, method, answer, *args, **limits):
             asked.append(answer)
             if len(asked) == 1:
                 raise CallTimeout("busy")
             if len(asked) == 2:
                 raise WorkerError("it did not start")
-            return Verdict(True)
+            return True
 
         async def close(self):
             pass
