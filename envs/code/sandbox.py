@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import os
 import socket
@@ -276,13 +277,9 @@ class _Server:
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[dict[str, Any], list[bytes]]:
-    length, count = wire.LENGTHS.unpack(await reader.readexactly(wire.LENGTHS.size))
-    report = wire.header(await reader.readexactly(length))
-    pieces = []
-    for _ in range(count):
-        [size] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
-        pieces.append(await reader.readexactly(size))
-    return report, pieces
+    [length] = wire.LENGTH.unpack(await reader.readexactly(wire.LENGTH.size))
+    report, sizes = json.loads(await reader.readexactly(length))
+    return report, [await reader.readexactly(size) for size in sizes]
 
 
 def _locate(package: str) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Messages over a socket: a JSON object and pieces of bytes, each with its length before it."""
+"""Messages over a socket: a JSON object and pieces of bytes.
+
+A message is the length of a JSON text, the text (`[object, sizes of the pieces]`), and the pieces.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,19 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-LENGTHS = struct.Struct(">II")
-"""Bytes of the object, and how many pieces follow."""
 LENGTH = struct.Struct(">I")
 
 
 def pack(header: dict[str, Any], pieces: Sequence[bytes] = ()) -> bytes:
-    text = json.dumps(header).encode()
-    parts = [LENGTHS.pack(len(text), len(pieces)), text]
-    for piece in pieces:
-        parts += [LENGTH.pack(len(piece)), piece]
-    return b"".join(parts)
-
-
-def header(text: bytes) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(text)
-    return read
+    text = json.dumps([header, [len(piece) for piece in pieces]]).encode()
+    return b"".join([LENGTH.pack(len(text)), text, *pieces])
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[bytes]]:
     """Wait for a header and its pieces. Raises `EOFError` where the other side hangs up before."""
-    length, count = LENGTHS.unpack(_exactly(connection, LENGTHS.size))
-    read = header(_exactly(connection, length))
-    return read, [_exactly(connection, LENGTH.unpack(_exactly(connection, LENGTH.size))[0]) for _ in range(count)]
+    [length] = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    header, sizes = json.loads(_exactly(connection, length))
+    return header, [_exactly(connection, size) for size in sizes]
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
