@@ -2,16 +2,14 @@
 
     .venv/bin/python benchmarks/remote_steps.py [--seconds 10] [--repeats 3]
 
-Every side plays 32 sessions at once (the last ones 256) of an environment that says what it is told, with a server in a
-process of its own and the client in another: a call at a time for each session, the next one when the answer is there.
+Every side plays 32 sessions at once of an environment that says what it is told, with a server in a process of its
+own and the client in another: a call at a time for each session, the next one when the answer is there.
 
 - a bare server of aiohttp that sends back the body it gets, asked by aiohttp with the bodies that envgym sends;
 - envgym's server over HTTP, asked in the same way: a request for each step;
 - envgym as it is used: `env.step` of the remote environment;
 - OpenEnv as it is used: `env.step` of its own client (`openenv_echo.py`, in the environment of
-  `openenv_requirements.txt`), and its server alone, asked over its WebSocket by a client that does nothing else;
-- envgym's batch endpoint: one call steps half of the sessions, as JSON that is written and read, and two calls are
-  under way.
+  `openenv_requirements.txt`), and its server alone, asked over its WebSocket by a client that does nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from pydantic_core import from_json, to_json
 from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
 
 from envgym.remote.client import RemoteEnvSpec
@@ -44,29 +41,20 @@ from envgym.types import Action
 
 OPENENV_PYTHON = ROOT / "benchmarks" / ".venv-openenv" / "bin" / "python"
 ENVGYM = Path(sys.executable).with_name("envgym")
-FEW, MANY = 32, 256
+SESSIONS = 32
 TEXT = "the quick brown fox jumps over the lazy dog. " * 4
 START_SECONDS = 60
 SIDES = {
-    "echo": ("a bare aiohttp server that sends the body back", FEW),
-    "http": ("envgym's server, a request for each step", FEW),
-    "envgym": ("envgym, `env.step`", FEW),
-    "openenv": ("OpenEnv, `env.step` of its own client", FEW),
-    "openenv_server": ("OpenEnv's server, a message for each step", FEW),
-    "batch": ("envgym's server, a batch for a step of many sessions", FEW),
-    "openenv_many": ("OpenEnv, `env.step` of its own client", MANY),
-    "openenv_server_many": ("OpenEnv's server, a message for each step", MANY),
-    "batch_many": ("envgym's server, a batch for a step of many sessions", MANY),
+    "echo": "a bare aiohttp server that sends the body back",
+    "http": "envgym's server, a request for each step",
+    "envgym": "envgym, `env.step`",
+    "openenv": "OpenEnv, `env.step` of its own client",
+    "openenv_server": "OpenEnv's server, a message for each step",
 }
-"""What each side is, and how many sessions it plays."""
 GOALS = (
     ("http", "echo", 0.5),
     ("envgym", "openenv", 1.0),
     ("envgym", "openenv_server", 1.0),
-    ("batch", "openenv", 3.0),
-    ("batch", "openenv_server", 3.0),
-    ("batch_many", "openenv_many", 3.0),
-    ("batch_many", "openenv_server_many", 3.0),
 )
 """Of which side the rate is at least how much of which other's."""
 
@@ -180,36 +168,6 @@ async def envgym_rate(url: str, options: argparse.Namespace) -> float:
                 await env.close()
 
 
-async def batch_rate(url: str, options: argparse.Namespace) -> float:
-    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
-
-        async def batch(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            async with http.post(f"{url}/v1/batch", data=to_json({"requests": requests})) as response:
-                answers: list[dict[str, Any]] = from_json(await response.read())["answers"]
-            assert all(answer["status"] in (200, 204) for answer in answers), answers[0]
-            return answers
-
-        def steps(names: list[str]) -> Act:
-            numbers = itertools.count()
-
-            async def step() -> int:
-                action, number = {"text": TEXT}, next(numbers)
-                answers = await batch(
-                    [{"op": "step", "session_id": name, "step_id": number, "action": action} for name in names]
-                )
-                assert all(answer["body"]["observation"]["text"] == TEXT for answer in answers)
-                return len(names)
-
-            return step
-
-        names = [f"s{number}" for number in range(options.sessions)]
-        await batch([{"op": "open", "session_id": name, "seed": 1} for name in names])
-        try:
-            return await rate([steps(names[half::2]) for half in range(2)], options)
-        finally:
-            await batch([{"op": "close", "session_id": name} for name in names])
-
-
 def openenv_rate(way: str, port: int, options: argparse.Namespace) -> float:
     def run(seconds: float) -> float:
         words = [way, str(port), str(options.sessions), str(seconds), TEXT]
@@ -224,17 +182,16 @@ def openenv_rate(way: str, port: int, options: argparse.Namespace) -> float:
 
 def measure(side: str, options: argparse.Namespace) -> float:
     """The rate of one side, with a fresh server."""
-    options = argparse.Namespace(**{**vars(options), "sessions": SIDES[side][1]})
-    what = side.removesuffix("_many")
+    options = argparse.Namespace(**{**vars(options), "sessions": SESSIONS})
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     ours = [str(ENVGYM), "serve", f"{ROOT / 'benchmarks' / 'echo_env.py'}:Echo", "--port", str(port)]
     theirs = [str(OPENENV_PYTHON), str(ROOT / "benchmarks" / "openenv_echo.py"), "serve", str(port)]
     bare = [sys.executable, __file__, "--echo", str(port)]
-    with server({"echo": bare, "openenv": theirs, "openenv_server": theirs}.get(what, ours), port):
-        if what in ("openenv", "openenv_server"):
-            return openenv_rate("client" if what == "openenv" else "messages", port, options)
-        work = {"echo": echo_rate, "http": http_rate, "envgym": envgym_rate, "batch": batch_rate}[what]
+    with server({"echo": bare, "openenv": theirs, "openenv_server": theirs}.get(side, ours), port):
+        if side in ("openenv", "openenv_server"):
+            return openenv_rate("client" if side == "openenv" else "messages", port, options)
+        work = {"echo": echo_rate, "http": http_rate, "envgym": envgym_rate}[side]
         return asyncio.run(work(url, options))
 
 
@@ -264,29 +221,18 @@ def openenv_versions() -> dict[str, str]:
 def markdown(result: dict[str, Any]) -> str:
     """The stored result as the text of the docs: the rates, their ratios and the conditions."""
     turns = result["turns"]
-    rates = [
-        [what, str(sessions), f"{median(turn[side] for turn in turns):,.0f}"]
-        for side, (what, sessions) in SIDES.items()
-    ]
+    rates = [[what, f"{median(turn[side] for turn in turns):,.0f}"] for side, what in SIDES.items()]
     ratios = []
     for one, other, goal in GOALS:
         found = [turn[one] / turn[other] for turn in turns]
-        (what, sessions), (beside, _) = SIDES[one], SIDES[other]
-        ratios.append(
-            [
-                f"{what} / {beside}",
-                str(sessions),
-                f"{median(found):.2f}",
-                f"{min(found):.2f} to {max(found):.2f}",
-                f"{goal:g}",
-            ]
-        )
+        spread = f"{min(found):.2f} to {max(found):.2f}"
+        ratios.append([f"{SIDES[one]} / {SIDES[other]}", f"{median(found):.2f}", spread, f"{goal:g}"])
     job = result["job"]
     peer = ", ".join(f"{name} {number}" for name, number in result["openenv_versions"].items())
     return "\n\n".join(
         [
-            table(["side", "sessions", "steps a second"], rates),
-            table(["ratio", "sessions", "median", "least to greatest", "goal"], ratios),
+            table(["side", "steps a second"], rates),
+            table(["ratio", "median", "least to greatest", "goal"], ratios),
             f"{job['repeats']} turns of {job['seconds']:g} s. "
             f"{conditions_in_words(result['conditions'])} OpenEnv's side: {peer}.",
         ]

@@ -30,7 +30,7 @@ from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import absolute_target, check_class, load_class, load_function, names_file, split_target
 
 if TYPE_CHECKING:
-    from .remote.registered import Registered
+    from .remote.named import Registered
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -76,7 +76,7 @@ def check_beside(id: str, known: Collection[str]) -> str:
 def list_ids() -> list[str]:
     """All registered environment ids, sorted; also the names given to remote environments (`envgym envs add`), except
     those of a file that cannot be read."""
-    from .remote.registered import readable
+    from .remote.named import readable
 
     return sorted({*_remote(readable()[0]), *_registrations()})
 
@@ -100,10 +100,6 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         from .remote.client import RemoteEnvSpec
 
         return RemoteEnvSpec(name, **kwargs)
-    if name.startswith("joined://"):
-        from .remote.joined import JoinedEnvSpec
-
-        return JoinedEnvSpec(name, **kwargs)
     if "://" in name:
         raise ConfigError(_other_scheme(name))
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name):  # what is imported does not begin with a digit
@@ -114,7 +110,7 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         try:
             registration = find(name)
         except (ConfigError, NameNotFound, VersionNotFound):
-            if "urls" not in kwargs or is_installed(name):
+            if not {"urls", "listen"} & kwargs.keys() or is_installed(name):
                 raise
             from .remote.client import RemoteEnvSpec  # a description says enough
 
@@ -185,7 +181,7 @@ def find(id: str) -> Registration:
     namespace, name, version = parse_env_id(id)
     keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
-        from .remote.registered import registered
+        from .remote.named import registered
 
         try:
             known = _remote(registered())

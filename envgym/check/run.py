@@ -17,7 +17,7 @@ from typing import Any
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, names_file
 from envgym.registry import spec
-from envgym.remote.client import ServedEnvSpec
+from envgym.remote.client import RemoteEnvSpec
 from envgym.services import Services, start_services
 from envgym.workers.local import LocalRuntime, LocalWorker
 
@@ -85,7 +85,7 @@ class CheckHost:
 
     def __init__(self, name: str, settings: Mapping[str, Any], setup_seconds: float) -> None:
         self._subject = Subject(spec(name, **settings), name, dict(settings))
-        self._subject.is_remote = isinstance(self._subject.spec, ServedEnvSpec)
+        self._subject.is_remote = isinstance(self._subject.spec, RemoteEnvSpec)
         self._setup_seconds = setup_seconds
         self._open = contextlib.AsyncExitStack()
         self._services: Services | None = None

@@ -18,7 +18,7 @@ from .errors import Invocation
 from .parser import Parser, make_spec
 
 if TYPE_CHECKING:
-    from envgym.remote.limits import Limits
+    from envgym.remote.registration import Announcement
 
 N = TypeVar("N", int, float)
 _NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
@@ -28,30 +28,30 @@ _NAMED = re.compile(r"(?!env=|data=|debug=)([A-Za-z0-9_-]+)=(.+)")
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "serve",
-        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--join URL] [key=value …]",
+        "E [E …] [--host H] [--port P] [--token-file F] [--max-sessions N] [--register URL] [key=value …]",
         "Serve environments over HTTP until Ctrl-C. Their addresses then stand wherever an environment does.",
         "envgym serve math_verify --port 8000\n  envgym train --env http://127.0.0.1:8000/math_verify",
     )
     parser.add_argument(
         "envs", metavar="E", nargs="+", help="environment: id, file.py[:Name] or import path; NAME=E names it"
     )
-    parser.add_argument("--host", metavar="H", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", metavar="P", type=int, help="port; 0 takes a free one (8000)")
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, default=8000, help="port; 0 takes a free one (8000)")
     parser.add_argument(
         "--token-file", metavar="F", type=Path, help="clients: lines NAME TOKEN [max_sessions=N], or one token"
     )
     parser.add_argument("--max-sessions", metavar="N", type=int, default=10_000, help="sessions at once (10000)")
     parser.add_argument(
-        "--lease-seconds", metavar="S", type=float, help="a session not heard of so long is closed (60)"
+        "--lease-seconds", metavar="S", type=float, help="a session without a request for so long is closed (60)"
     )
     parser.add_argument("--drain-seconds", metavar="S", type=float, help="sessions may go on so long at the end (20)")
     parser.add_argument("--tls-cert", metavar="F", type=Path, help="certificate, with its chain, as PEM")
     parser.add_argument("--tls-key", metavar="F", type=Path, help="its key, as PEM")
-    parser.add_argument(
-        "--join", metavar="URL", help="listen nowhere: dial the trainer at URL, and show it the token of --token-file"
-    )
-    parser.add_argument("--ca-file", metavar="F", type=Path, help="with --join: certificates to trust, as PEM")
-    parser.add_argument("--weight", metavar="W", type=float, help="with --join: its share of sessions is larger (1)")
+    parser.add_argument("--register", metavar="URL", help="announce this server to the trainer that listens at URL")
+    parser.add_argument("--weight", metavar="W", type=float, help="with --register: its share of sessions (1)")
+    parser.add_argument("--advertise", metavar="URL", help="with --register: this server's URL, as it is dialled")
+    parser.add_argument("--register-token-file", metavar="F", type=Path, help="with --register: token for the trainer")
+    parser.add_argument("--ca-file", metavar="F", type=Path, help="with --register: certificates to trust, as PEM")
     parser.add_argument(
         "--nemo-gym", metavar="DIR", type=Path, help="serve as NeMo-Gym's servers do; its config and rows go to DIR"
     )
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     options, words = parser.parse_with_words(arguments)
     specs = make_specs(*split_words([*options.envs, *words]))
 
-    from envgym.remote.limits import Limits
+    from envgym.remote.admission import Limits
     from envgym.remote.server import serve
 
     limits = Limits(max_sessions=at_least(1, "--max-sessions", options.max_sessions))
@@ -69,14 +69,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if options.drain_seconds is not None:
         limits = replace(limits, drain_seconds=at_least(0.0, "--drain-seconds", options.drain_seconds))
 
-    if options.join is not None:
-        return join(specs, options, limits)
-    if options.ca_file is not None or options.weight is not None:
-        raise ConfigError("--ca-file and --weight go with --join URL")
-    options.host = "127.0.0.1" if options.host is None else options.host
-    options.port = 8000 if options.port is None else options.port
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port is 0 to 65535, not {options.port}")
+    announced = announcement(options)
     if options.nemo_gym is not None:
         return serve_nemo_gym(specs, options)
     if options.model_server is not None or options.rows is not None:
@@ -86,12 +81,17 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         for name, spec in specs.items():
             print(f"serving {spec.id} at {url}/{name} (Ctrl-C ends it)", flush=True)
 
+    def on_registered(url: str) -> None:
+        print(f"registered at {options.register} as {url}", flush=True)
+
     event_loop.run(
         serve(
             specs,
             options.host,
             options.port,
             on_ready=on_ready,
+            on_registered=on_registered,
+            announcement=announced,
             limits=limits,
             token_file=options.token_file,
             tls_cert=options.tls_cert,
@@ -101,38 +101,24 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
-def join(specs: dict[str, EnvSpec], options: Namespace, limits: Limits) -> int:
-    from envgym.remote.joining import serve_joined
+def announcement(options: Namespace) -> Announcement | None:
+    from envgym.remote.registration import Announcement
 
-    listening = ("host", "port", "tls_cert", "tls_key", "nemo_gym", "model_server", "rows")
-    if wrong := [name for name in listening if getattr(options, name) is not None]:
-        raise ConfigError(f"--{wrong[0].replace('_', '-')} does not go with --join URL: nothing listens here then")
+    if options.register is None:
+        names = ("weight", "advertise", "register_token_file", "ca_file")
+        if wrong := [name for name in names if getattr(options, name) is not None]:
+            raise ConfigError(f"--{wrong[0].replace('_', '-')} goes with --register URL")
+        return None
     weight = 1.0 if options.weight is None else options.weight
-    if not 0 < weight <= 1e6:
-        raise ConfigError(f"--weight is above 0, and at most 1e6, not {weight:g}")
-
-    def on_joined() -> None:
-        for name, spec in specs.items():
-            print(f"serving {spec.id} as {name} to {options.join} (Ctrl-C ends it)", flush=True)
-
-    event_loop.run(
-        serve_joined(
-            specs,
-            options.join,
-            on_joined=on_joined,
-            limits=limits,
-            token_file=options.token_file,
-            ca_file=options.ca_file,
-            weight=weight,
-        )
-    )
-    return 0
+    return Announcement(options.register, options.register_token_file, options.ca_file, options.advertise, weight)
 
 
 def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
     from envgym.registry import load_server
 
     serve = load_server("nemo_gym")
+    if options.register is not None:
+        raise ConfigError("--register does not go with --nemo-gym: NeMo-Gym's protocol knows no such thing")
     if options.token_file or options.tls_cert or options.tls_key:
         raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
     if options.lease_seconds is not None or options.drain_seconds is not None:

@@ -1,11 +1,16 @@
-"""How a client gets at a server: the address, the token it shows and the certificates it trusts."""
+"""Access to servers: their tokens, of which a server keeps hashes only, and a client's addresses and certificates."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
+import os
+import re
 import socket
 import ssl
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +21,127 @@ import aiohttp
 from envgym.errors import ConfigError
 
 from .listening import is_loopback
-from .tokens import read_token
+from .wire import Problem
 
 DIAL_SECONDS = 10.0
-"""How long a connection may take to be made."""
+"""Time limit for making a connection."""
+MIN_LENGTH = 16
+"""Characters of the shortest token: a shorter one can be guessed."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""The characters that RFC 6750 allows in a bearer token."""
+_QUOTA = re.compile(r"max_sessions=([1-9][0-9]{0,8})")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """A sender of requests, who sees its own sessions only, of which `max_sessions` may be open at once (None: any)."""
+
+    name: str
+    max_sessions: int | None = None
+
+
+ANYONE = Client("anyone")
+"""The one client of a server without tokens."""
+
+
+class Tokens:
+    """The clients of a token file."""
+
+    def __init__(self, clients: Sequence[tuple[bytes, Client]]) -> None:
+        self._clients = tuple(clients)
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """Those of the file at `path`: lines `NAME TOKEN [max_sessions=N]`, or one token alone; `#` begins a comment.
+
+        Raises `ConfigError` for a file that is missing or malformed, or that others on this machine can open. No
+        message holds anything that the file says.
+        """
+        clients: dict[str, tuple[bytes, Client]] = {}
+        for number, words in _lines(path):
+            client, token = _client(words, f"token file {path}, line {number}")
+            digest = _digest(token)
+            if client.name in clients or any(digest == known for known, _ in clients.values()):
+                raise ConfigError(f"token file {path}, line {number}: a name or a token comes twice")
+            clients[client.name] = digest, client
+        return cls(list(clients.values()))
+
+    def client(self, authorization: str | None) -> Client:
+        """The client that sent the header `Authorization`. Raises a 401 `Problem` where no known one did."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Problem(401, "unauthorized", "this server asks for a token: Authorization: Bearer TOKEN")
+        # All hashes are compared, each in constant time: how long it takes tells nothing of any token.
+        digest, found = _digest(token.strip()), None
+        for known, client in self._clients:
+            if hmac.compare_digest(known, digest):
+                found = client
+        if found is None:
+            raise Problem(401, "unauthorized", "the token is not known here")
+        return found
+
+
+def read_token(path: Path) -> str:
+    """The token a client sends, of a file that holds this one alone, by itself or in a line as the server's file has.
+
+    Raises `ConfigError` as `Tokens.read` does, and where the file holds several.
+    """
+    lines = _lines(path)
+    if len(lines) > 1:
+        raise ConfigError(f"token file {path} holds {len(lines)} tokens; a client's holds its own alone")
+    [(number, words)] = lines
+    return _client(words, f"token file {path}, line {number}")[1]
+
+
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """The lines of a token file with their numbers, each as its words; a token alone gets a name."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"token file {path} can be read by others on this machine: chmod 600 {path}")
+    lines = [(number, words) for number, line in enumerate(text.splitlines(), 1) if (words := _words(line))]
+    if not lines:
+        raise ConfigError(f"token file {path} holds no token; write one of at least {MIN_LENGTH} characters into it")
+    if len(lines) == 1 and len(lines[0][1]) == 1:
+        lines = [(lines[0][0], ["default", *lines[0][1]])]
+    return lines
+
+
+def _words(line: str) -> list[str]:
+    return line.partition("#")[0].split()
+
+
+def _client(words: list[str], where: str) -> tuple[Client, str]:
+    quota = _QUOTA.fullmatch(words[2]) if len(words) == 3 else None
+    if not 2 <= len(words) <= 3 or (len(words) == 3 and quota is None) or not _NAME.fullmatch(words[0]):
+        raise ConfigError(f"{where}: a line is NAME TOKEN [max_sessions=N]")
+    if len(words[1]) < MIN_LENGTH or not _TOKEN.fullmatch(words[1]):
+        raise ConfigError(
+            f"{where}: a token has at least {MIN_LENGTH} characters, letters, digits and -._~+/=; make one with: "
+            "openssl rand -hex 32"
+        )
+    return Client(words[0], None if quota is None else int(quota.group(1))), words[1]
+
+
+def _digest(token: str) -> bytes:
+    # Tokens are long and random, so that a plain hash cannot be turned back by guessing.
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A client's side
+
+
+@dataclass(frozen=True, slots=True)
 class Address:
-    """Where an environment is served: `server` as `http://HOST:PORT`, and its name there, empty for the only one."""
+    """The address of an environment: `server` as `http://HOST:PORT`, and its name there, empty for the only one."""
 
     server: str
     name: str
@@ -37,7 +152,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a client shows and trusts. The token is in no representation of it."""
+    """A client's headers with its token, and the certificates it trusts. The token is in no representation of it."""
 
     headers: dict[str, str] = field(repr=False)
     tls: ssl.SSLContext | bool = True
@@ -70,7 +185,7 @@ def parse_address(url: str) -> Address:
 
 
 def access(servers: list[str], token_file: Path | None, ca_file: Path | None) -> Access:
-    """What is shown to all of `servers`. Raises `ConfigError` for files that cannot be used."""
+    """Access to all of `servers`. Raises `ConfigError` for files that cannot be used."""
     headers = {}
     if token_file is not None:
         headers["Authorization"] = f"Bearer {read_token(token_file.expanduser())}"
@@ -81,14 +196,14 @@ def access(servers: list[str], token_file: Path | None, ca_file: Path | None) ->
 
 
 def unreachable(url: str, error: Exception) -> str:
-    """Why no connection to `url` came about, and what to do."""
+    """The reason why no connection to `url` came about, and what to do."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         failed = error.certificate_error
-        said = str(getattr(failed, "verify_message", failed)).rstrip(".")
-        if "mismatch" in said or "not valid for" in said:
-            return f"its certificate is for another name ({said}); use a name that it has"
-        return f"its certificate is not trusted here ({said}); the setting ca_file, or --ca-file, names one that is"
+        reason = str(getattr(failed, "verify_message", failed)).rstrip(".")
+        if "mismatch" in reason or "not valid for" in reason:
+            return f"its certificate is for another name ({reason}); use a name that it has"
+        return f"its certificate is not trusted here ({reason}); the setting ca_file, or --ca-file, names one that is"
     if isinstance(error, aiohttp.ClientConnectorSSLError):
         return f"the TLS connection failed ({cause}); is it https?"
     if isinstance(cause, socket.gaierror) or isinstance(error, aiohttp.ClientConnectorDNSError):

@@ -15,40 +15,18 @@ from aiohttp import WSCloseCode, web
 
 from envgym.env import EnvSpec
 
-from . import openapi
-from .admission import Admission, Call, MethodNotAllowed
-from .connections import SERVER, Connections, problem_answer, problem_response
+from .access import Client, Tokens
+from .admission import RETRY_SECONDS, SERVER, Admission, Call, Connections, Limits, problem_answer, problem_response
+from .channel import Answering, end, server_socket
 from .encoding import encode
-from .frames import CHANNEL_BODY, CHANNEL_PING_SECONDS, MAX_WHOLE, Answer
-from .hosted import Hosted
-from .limits import Limits
-from .links import CLOSE_SECONDS, Answering, Socket, end
-from .prometheus import CONTENT_TYPE, ServerMetrics
-from .routes import Route
-from .sessions import RETRY_SECONDS, Sessions
-from .tokens import Client, Tokens
-from .wire import (
-    Alive,
-    Batch,
-    BatchClose,
-    BatchOpen,
-    BatchStep,
-    EnvList,
-    Group,
-    Health,
-    Heartbeat,
-    Opening,
-    Problem,
-    ProblemBody,
-    Step,
-    TaskQuery,
-)
+from .metrics import CONTENT_TYPE, ServerMetrics
+from .routes import Route, document
+from .served_env import ServedEnv
+from .sessions import Sessions
+from .wire import Alive, Answer, EnvList, Group, Health, Heartbeat, Opening, Problem, ProblemBody, Step, TaskQuery
 
 SHUTDOWN_SECONDS = 0.5
-"""How long answers may take to be sent at the end. What was asked before has had the time to drain."""
-
-MAX_CHANNEL_MESSAGE = 2 * CHANNEL_BODY
-"""Bytes of the largest message over a channel, in pieces too: what is larger is sent as a request of its own."""
+"""Time limit for sending answers at the end. Earlier requests have had the time to drain."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,33 +36,31 @@ class Application:
 
     def __init__(self, specs: Mapping[str, EnvSpec], limits: Limits, tokens: Tokens | None) -> None:
         self._counts = ServerMetrics(lambda: self.sessions.open_by_env())
-        self._environments = {name: Hosted(name, spec, limits, self._counts) for name, spec in specs.items()}
+        self._environments = {
+            name: ServedEnv(name, spec, limits.call_seconds, self._counts) for name, spec in specs.items()
+        }
         self.sessions = Sessions(self._environments, limits, self._counts)
         self._limits = limits
         self._admission = Admission(limits, tokens)
-        self._openapi = openapi.document(list(specs), tokens=tokens is not None)
-        self._channels: dict[web.WebSocketResponse, asyncio.Transport] = {}
-        self._links: set[Answering] = set()
+        self._openapi = document(list(specs), tokens=tokens is not None)
+        self._channels: dict[Answering, tuple[web.WebSocketResponse, asyncio.Transport]] = {}
         self._is_ending = False
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @contextlib.asynccontextmanager
-    async def running(
-        self, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None
-    ) -> AsyncIterator[None]:
-        """Answer requests on `listener`, if any; on leaving, let those in flight finish and close every session."""
+    async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
+        """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
         runner = web.ServerRunner(Connections(self._handle, self._limits.max_body), shutdown_timeout=SHUTDOWN_SECONDS)
         await runner.setup()
         reaper = asyncio.create_task(self._reap())
         try:
-            if listener is not None:
-                await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
+            await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
             yield
         finally:
             self.sessions.draining = self._is_ending = True
             reaper.cancel()
-            going_away = (end(link, WSCloseCode.GOING_AWAY, below) for link, below in self._channels.items())
-            await asyncio.gather(*going_away)
+            channels = list(self._channels.values())
+            await asyncio.gather(*(end(link, WSCloseCode.GOING_AWAY, below) for link, below in channels))
             await runner.cleanup()
             await self.sessions.close_all()
 
@@ -100,7 +76,7 @@ class Application:
                 await self.sessions.emptied()
                 if self._in_flight:
                     await asyncio.wait(self._in_flight)
-                await asyncio.gather(*(link.finish() for link in self._links))
+                await asyncio.gather(*(channel.finish() for channel in list(self._channels)))
 
     async def _reap(self) -> None:
         loop, seconds = asyncio.get_running_loop(), self._limits.lease_seconds / 10
@@ -117,13 +93,13 @@ class Application:
     # -- routes -------------------------------------------------------------------------------------------
 
     async def list_envs(self, call: Call) -> bytes:
-        envs = tuple(hosted.describe() for hosted in self._environments.values())
+        envs = tuple([await env.describe() for env in self._environments.values()])
         limits = self._limits
         room = min(limits.max_sessions, call.client.max_sessions or limits.max_sessions)
         return encode(EnvList(envs=envs, lease_seconds=limits.lease_seconds, max_sessions=room))
 
     async def describe(self, call: Call) -> bytes:
-        return encode(self.sessions.environment(call.values[0]).describe())
+        return encode(await self.sessions.environment(call.values[0]).describe())
 
     async def tasks(self, call: Call) -> bytes:
         query: TaskQuery = call.query
@@ -148,27 +124,6 @@ class Application:
     async def close(self, call: Call) -> None:
         await self.sessions.close(call.client.name, call.values[0])
 
-    async def batch(self, call: Call) -> bytes:
-        batch: Batch = call.body
-        working = [asyncio.create_task(self._of_batch(call.client, request)) for request in batch.requests]
-        return b'{"answers":[' + b",".join([await work for work in working]) + b"]}"
-
-    async def _of_batch(self, client: Client, request: BatchOpen | BatchStep | BatchClose) -> bytes:
-        """The answer to one request of a batch, an encoded `BatchAnswer`."""
-        try:
-            if isinstance(request, BatchStep):
-                done = await self.sessions.get(client, request.session_id).step(request)
-            elif isinstance(request, BatchOpen):
-                done = await self.sessions.open(client, request).open()
-            else:
-                await self.sessions.close(client.name, request.session_id)
-                return b'{"status":204,"body":null}'
-        except Exception as error:
-            problem = error if isinstance(error, Problem) else _defect("POST", "/v1/batch")
-            self._count_refusal(problem.body)
-            return b'{"status":%d,"body":%b}' % (problem.status, encode(problem.body))
-        return b'{"status":200,"body":' + done + b"}"
-
     async def live(self, call: Call) -> bytes:
         return encode(Health(status="ok"))
 
@@ -185,12 +140,7 @@ class Application:
 
     async def channel(self, call: Call) -> web.WebSocketResponse:
         """Answer the requests that come over a WebSocket until it ends."""
-        socket = web.WebSocketResponse(
-            timeout=CLOSE_SECONDS,
-            heartbeat=CHANNEL_PING_SECONDS,
-            max_msg_size=MAX_CHANNEL_MESSAGE,
-            compress=False,  # nothing that is sent grows in memory
-        )
+        socket = server_socket()
         transport = None if call.request is None else call.request.transport
         if call.request is None or transport is None or not socket.can_prepare(call.request):
             raise _UpgradeRequired()
@@ -201,27 +151,16 @@ class Application:
             await socket.prepare(call.request)
         except ConnectionError:
             raise Problem(400, "invalid-request", "the connection ended before it was a WebSocket") from None
-        self._channels[socket] = transport
+        answering = Answering(socket, functools.partial(self._answer, call.client))
+        self._channels[answering] = socket, transport
         try:
-            async with self.answering(socket, call.client, MAX_CHANNEL_MESSAGE) as answering:
-                await answering.run()
+            await answering.run()
         except ValueError:
-            logger.warning("a channel of %s said what is no request; it is closed", call.client.name)
+            logger.warning("a channel of %s carried what is no request; it is closed", call.client.name)
         finally:
-            del self._channels[socket]
+            del self._channels[answering]
             await end(socket, transport=transport)
         return socket
-
-    @contextlib.asynccontextmanager
-    async def answering(self, socket: Socket, client: Client, most: int = MAX_WHOLE) -> AsyncIterator[Answering]:
-        """The end of a WebSocket of `client` that answers messages of at most `most` bytes; `drain` waits for what it
-        has to answer."""
-        answering = Answering(socket, functools.partial(self.answer, client), most)
-        self._links.add(answering)
-        try:
-            yield answering
-        finally:
-            self._links.discard(answering)
 
     # -- from request to answer ---------------------------------------------------------------------------
 
@@ -244,9 +183,8 @@ class Application:
         head = {"Content-Type": answer.content_type, "Server": SERVER} if answer.content_type else {"Server": SERVER}
         return web.Response(body=answer.content or None, status=answer.status, headers=head)
 
-    async def answer(self, client: Client, method: str, target: str, body: bytes) -> Answer:
-        """The answer to a request that came over a WebSocket, of a client that was let in. `target` is a path with its
-        query. Every error is a problem."""
+    async def _answer(self, client: Client, method: str, target: str, body: bytes) -> Answer:
+        """The answer to a request over a channel, whose every error is a problem."""
         try:
             answer = await self._carry_out(*self._admission.of_message(client, method, target, body))
             assert isinstance(answer, Answer)
@@ -266,8 +204,6 @@ class Application:
     def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
         self._count_refusal(problem.body)
         response = problem_response(problem)
-        if isinstance(problem, MethodNotAllowed):
-            response.headers["Allow"] = ", ".join(problem.allowed)
         if isinstance(problem, _UpgradeRequired):
             response.headers.update(Connection="Upgrade", Upgrade="websocket")
         if not request.content.is_eof():  # the rest of the body is not wanted

@@ -3,41 +3,86 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
-from abc import abstractmethod
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, TaskSet
 from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, EnvgymError
 from envgym.types import Episode, Judgement, Task
 
-from .access import access, parse_address
+from .access import Access, access, parse_address
 from .encoding import encode
-from .frames import Method
-from .remote_env import RemoteEnv
-from .remote_tasks import RemoteTasks
+from .registration import Listener, Listening, RegisteredServers
+from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
-from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, HttpTransport, RemoteError, as_error
-from .wire import MAX_BATCH, MAX_BODY, EnvDescription, Group, Verdict, Verdicts
+from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, RemoteError, Transport, as_error
+from .wire import MAX_BODY, MAX_GROUP, EnvDescription, Group, Method, Verdict, Verdicts
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 
 
-class ConnectionConfig(EnvConfig):
+class RemoteConfig(EnvConfig):
     """Settings of the connection. The environment's own are set where it is served."""
 
+    urls: tuple[str, ...] = ()
+    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
+    token_file: Path | None = None
+    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
+    ca_file: Path | None = None
+    """Certificates (PEM) that are trusted in place of the system's."""
     timeout: float = Field(default=660.0, gt=0)
     """Seconds one reset, step or page of tasks may take, all tries together. By default the server's own limits come
     first: 600 s for a reset or a page, and for a step the environment's `call_timeout`."""
     reconnect: float = Field(default=30.0, ge=0)
     """Seconds for which a server that cannot be reached is tried again, before an episode on it fails."""
+    listen: str | None = None
+    """HOST:PORT of this machine where further servers may register (`envgym serve --register URL`), also in mid-run."""
+    allow: tuple[str, ...] = ()
+    """Hosts that are dialled when a server there registers: names, addresses, and networks such as 10.0.0.0/8."""
+    listen_token_file: Path | None = None
+    """Servers that may register: lines NAME TOKEN [max_sessions=N], or one token. Only its path is saved."""
+    listen_tls_cert: Path | None = None
+    """Certificate of this machine, with its chain, as PEM, for `listen`."""
+    listen_tls_key: Path | None = None
+    """Its key, as PEM."""
+    wait: float = Field(default=600.0, gt=0)
+    """Seconds to wait while no server is there: for the first to register, and after the last has gone."""
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, address: str | None) -> str | None:
+        if address is not None and not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/@\s]+):[0-9]{1,5}", address):
+            raise ValueError("it is HOST:PORT, where this machine listens")
+        return address
+
+    @field_validator("allow")
+    @classmethod
+    def _allow(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if "/" in host:
+                ipaddress.ip_network(host)
+            elif not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9a-fA-F:.]+", host):
+                raise ValueError(f"a host is a name, an address or a network, without scheme and port: not {host!r}")
+        return hosts
+
+    @model_validator(mode="after")
+    def _listens_for_somebody(self) -> Self:
+        if self.listen is not None and not self.allow:
+            raise ValueError("listen needs allow: the hosts that are dialled when a server there registers")
+        files = (self.listen_token_file, self.listen_tls_cert, self.listen_tls_key)
+        if self.listen is None and (self.allow or any(files)):
+            raise ValueError("allow and the settings listen_… go with listen, HOST:PORT of this machine")
+        return self
 
     @field_validator("call_timeout")
     @classmethod
@@ -47,51 +92,60 @@ class ConnectionConfig(EnvConfig):
         return seconds
 
 
-class RemoteConfig(ConnectionConfig):
-    """Also where the servers are, and what they are shown."""
-
-    urls: tuple[str, ...] = ()
-    """Servers of the same environment, beside the one it is named by; sessions are spread over them."""
-    token_file: Path | None = None
-    """File with the token that the servers ask for; others may not be able to read it. Only its path is saved."""
-    ca_file: Path | None = None
-    """Certificates (PEM) that are trusted in place of the system's."""
-
-
-class ServedEnvSpec(EnvSpec):
-    """An environment on servers, whichever way they are found. Its instances are sessions there."""
+class RemoteEnvSpec(EnvSpec):
+    """The environment served at `id`, a URL, at `config.urls`, and on servers that register at `config.listen`. Its
+    instances are sessions there."""
 
     agent = "tool_calling"  # whether it offers tools is known once it is reached; without them this is `multi_turn`
-    Config = ConnectionConfig
-    config: ConnectionConfig
+    Config = RemoteConfig
+    config: RemoteConfig
 
     def __init__(self, id: str, **kwargs: Any) -> None:
-        super().__init__(id, **kwargs)
+        is_url = id.startswith(("http://", "https://"))
+        super().__init__(id.rstrip("/") if is_url else id, **kwargs)
+        urls = [*([self.id] if is_url else []), *self.config.urls]
+        if not urls and self.config.listen is None:
+            raise ConfigError(f"environment {id}: urls says where it is served, or listen where servers register")
+        self.addresses = [parse_address(url) for url in urls]
+        if len({address.server for address in self.addresses}) < len(urls):
+            raise ConfigError(f"environment {id}: the same server is named twice; its places are there once")
         self.counters = Counters()
         self._description: EnvDescription | None = None
         self._task_sets: dict[str, RemoteTasks] = {}
         # Connections belong to the event loop that opened them.
         self._replicas: WeakKeyDictionary[asyncio.AbstractEventLoop, Replicas] = WeakKeyDictionary()
+        self._listening: WeakKeyDictionary[asyncio.AbstractEventLoop, contextlib.AsyncExitStack] = WeakKeyDictionary()
         self._reported: set[str] = set()
 
     @property
     def description(self) -> EnvDescription:
-        """What the server said it serves. Raises `EnvgymError` before it was asked."""
+        """The server's description of the environment. Raises `EnvgymError` before it was asked."""
         if self._description is None:
             raise EnvgymError(f"{self.id}: not connected yet; write `async with spec:` around what uses it")
         return self._description
 
     @property
-    @abstractmethod
     def replicas(self) -> Replicas:
         """The servers, from this event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._replicas:
+            shown = self._access()
+            self._replicas[loop] = Replicas(
+                [Replica(address, Transport(address.server, shown, self.counters)) for address in self.addresses],
+                self.config.wait,
+            )
+        return self._replicas[loop]
+
+    def _access(self) -> Access:
+        servers = [address.server for address in self.addresses]
+        return access(servers, self.config.token_file, self.config.ca_file)
 
     @property
     def about(self) -> str:
         return "" if self._description is None else self._description.about
 
     def fingerprint(self) -> dict[str, str]:
-        """That of the environment where it is served, once it is known."""
+        """The environment's fingerprint where it is served, once that is known."""
         return super().fingerprint() if self._description is None else dict(self._description.fingerprint)
 
     def concurrency_bound(self) -> int | None:
@@ -100,7 +154,38 @@ class ServedEnvSpec(EnvSpec):
         bounds = [bound for bound in (self.config.concurrency, *rooms) if bound is not None]
         return min(bounds, default=None)
 
+    async def setup(self) -> None:
+        """Ask the servers what they serve, and listen for further ones. Raises `EnvgymError` where nothing answers, or
+        something else does, and where nobody registers in time."""
+        replicas = self.replicas
+        try:
+            if self.addresses:
+                # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
+                await replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
+            if self.config.listen is not None:
+                await self._listen(replicas, self.config.listen)
+            self._description = replicas.expected
+        except BaseException:
+            await self.teardown()
+            raise
+
+    async def _listen(self, replicas: Replicas, address: str) -> None:
+        """Let servers register, and wait for the first where there is none yet."""
+        config = self.config
+        name = self.addresses[0].name if self.addresses else self.id.rpartition("/")[2]
+        servers = RegisteredServers(replicas, name, self._access(), self.counters, self.id)
+        at = Listening(address, config.allow, config.listen_token_file, config.listen_tls_cert, config.listen_tls_key)
+        stack = self._listening[asyncio.get_running_loop()] = contextlib.AsyncExitStack()
+        stack.push_async_callback(servers.close)
+        await stack.enter_async_context(Listener.subscribed(servers, at))
+        if not replicas.anyone:
+            logger.warning("%s: waiting for a server; start one: envgym serve E --register %s", self.id, at.url)
+        await replicas.ready()
+
     async def teardown(self) -> None:
+        listening = self._listening.pop(asyncio.get_running_loop(), None)
+        if listening is not None:
+            await listening.aclose()
         replicas = self._replicas.pop(asyncio.get_running_loop(), None)
         if replicas is not None:
             await replicas.close()
@@ -118,14 +203,12 @@ class ServedEnvSpec(EnvSpec):
         return self._task_sets[split]
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Judgement | Exception] | None:
-        """What the server's environment says of a group, where it judges groups."""
+        """Judgements of a group by the server's environment; None where it judges no groups."""
         if not self.description.scores_groups:
             return None
-        if len(episodes) > MAX_BATCH:
-            what = (
-                f"{self.id}: a group that is judged by a server has at most {MAX_BATCH} episodes, not {len(episodes)}"
-            )
-            raise RemoteError("refused", what, retryable=False)
+        if len(episodes) > MAX_GROUP:
+            what = f"a group that is judged by a server has at most {MAX_GROUP} episodes, not {len(episodes)}"
+            raise RemoteError("refused", f"{self.id}: {what}", retryable=False)
         group = Group(task=task, episodes=tuple(_for_judges(episode) for episode in episodes))
         answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
         return None if answer.verdicts is None else [self._judgement(verdict) for verdict in answer.verdicts]
@@ -139,7 +222,7 @@ class ServedEnvSpec(EnvSpec):
         return RemoteEnv(self)
 
     async def ask_any(self, model: type[B], method: Method, path: str, body: BaseModel | None = None) -> B:
-        """What a server says to a request below the environment's own path. Where one has no answer the others are
+        """A server's answer to a request below the environment's own path. Where one has no answer the others are
         asked, and once none is left all of them again, for `reconnect` seconds."""
         replicas, config, now = self.replicas, self.config, asyncio.get_running_loop().time
         content = None if body is None else encode(body)
@@ -150,6 +233,9 @@ class ServedEnvSpec(EnvSpec):
         failed: set[Replica] = set()
         may_pass = False
         while True:
+            began = now()
+            await replicas.ready()
+            ends += now() - began
             replica, began = replicas.any_up(failed), now()
             others = replicas.others(replica, failed)
             seconds, patience = ends - began, gives_up - began if gives_up else config.reconnect
@@ -169,7 +255,9 @@ class ServedEnvSpec(EnvSpec):
                     gives_up = gives_up or min(ends, since + config.reconnect)
                 if replicas.unasked(failed):
                     continue
-                if not may_pass or now() + pause >= gives_up:
+                if not replicas.anyone:
+                    gives_up = 0.0  # the next one to register is tried as long
+                elif not may_pass or now() + pause >= gives_up:
                     raise
             else:
                 replica.is_up()
@@ -179,7 +267,7 @@ class ServedEnvSpec(EnvSpec):
             failed.clear()
 
     async def describe(self, replica: Replica, patience: float) -> EnvDescription:
-        """What `replica` serves; where it is asked anew, it must be what it was. Raises `RemoteError`."""
+        """The description of `replica`; one that is asked anew must have the same tasks. Raises `RemoteError`."""
         if replica.description is not None:
             return replica.description
         replica.expected = self._description
@@ -197,43 +285,6 @@ class ServedEnvSpec(EnvSpec):
         for name in set(names) - self._reported:
             self._reported.add(name)
             logger.warning("%s: info[%r] cannot be sent as JSON and is left out", self.id, name)
-
-
-class RemoteEnvSpec(ServedEnvSpec):
-    """The environment served at `id`, a URL, and at `config.urls`."""
-
-    Config = RemoteConfig
-    config: RemoteConfig
-
-    def __init__(self, id: str, **kwargs: Any) -> None:
-        is_url = id.startswith(("http://", "https://"))
-        super().__init__(id.rstrip("/") if is_url else id, **kwargs)
-        urls = [*([self.id] if is_url else []), *self.config.urls]
-        if not urls:
-            raise ConfigError(f"environment {id}: urls says where it is served")
-        self.addresses = [parse_address(url) for url in urls]
-        if len({address.server for address in self.addresses}) < len(urls):
-            raise ConfigError(f"environment {id}: the same server is named twice; its places are there once")
-
-    @property
-    def replicas(self) -> Replicas:
-        loop = asyncio.get_running_loop()
-        if loop not in self._replicas:
-            servers = [address.server for address in self.addresses]
-            shown = access(servers, self.config.token_file, self.config.ca_file)
-            self._replicas[loop] = Replicas(
-                [Replica(address, HttpTransport(address.server, shown, self.counters)) for address in self.addresses]
-            )
-        return self._replicas[loop]
-
-    async def setup(self) -> None:
-        """Ask the servers what they serve. Raises `EnvgymError` where nothing answers, or something else does."""
-        try:
-            # Nothing is tried twice: at the start a wrong address is likelier than a passing fault.
-            self._description = await self.replicas.connect(min(CONNECT_SECONDS, self.config.timeout))
-        except BaseException:
-            await self.teardown()
-            raise
 
 
 def _for_judges(episode: Episode) -> dict[str, Any]:

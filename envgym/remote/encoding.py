@@ -39,11 +39,11 @@ def encode(body: BaseModel) -> bytes:
 
 
 def _is_typed(body: BaseModel) -> bool:
-    """Whether every value in it is of a type that JSON has: pydantic alone would write a set as a list, and a number
-    that is not finite as null. The `info` of a `Stepped` went through `encodable_info`."""
+    """Tell whether every value in it is of a type that JSON has: pydantic alone would write a set as a list, and a
+    number that is not finite as null. The `info` of a `Stepped` went through `encodable_info`."""
     if isinstance(body, Stepped):
-        said = body.observation
-        return not (said.sampling or said.tools or any(message.tool_calls for message in said.messages))
+        seen = body.observation
+        return not (seen.sampling or seen.tools or any(message.tool_calls for message in seen.messages))
     return isinstance(body, Step) and not body.action.tool_calls
 
 

@@ -1,11 +1,17 @@
-"""Addresses to listen on: who can reach them, and what is said where one cannot be had."""
+"""Listening on an address: who can reach it, TLS, and the signals that end it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import functools
 import ipaddress
+import signal
 import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
 
 from envgym.errors import ConfigError
 
@@ -39,8 +45,47 @@ def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
 
 @functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own. Other names are not looked up."""
+    """Tell whether an address, or the name `localhost`, is this machine's own. Other names are not looked up."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
+    """TLS by a certificate (with its chain) and its key, both PEM. Raises `ConfigError` where they cannot be used."""
+    if cert is None or key is None:
+        raise ConfigError("TLS takes both files, the certificate (tls-cert) and its key (tls-key)")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # Nobody is there to type a pass phrase.
+        context.load_cert_chain(cert, key, password="")
+    except (OSError, ssl.SSLError):
+        missing = next((file for file in (cert, key) if not file.is_file()), None)
+        form = "the certificate and its own key, both PEM, the key without a pass phrase"
+        what = f"{missing} is not there" if missing else f"{cert} and {key} are not {form}"
+        raise ConfigError(f"TLS: {what}") from None
+    return context
+
+
+@contextlib.contextmanager
+def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
+    """Set `stopping` at the first SIGINT or SIGTERM; the second has its usual effect."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def restore() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    def stop() -> None:
+        restore()
+        stopping.set()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,33 +1,40 @@
-"""One episode at a time of a remote environment: a session on one of its servers."""
+"""A remote environment's episodes, each a session on one of its servers, and its tasks, read by pages."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import uuid
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from envgym.env import CheckedEnv, Info
+from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.checked import checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
 from envgym.isolation.deadline import pause_timeouts
 from envgym.types import Action, Observation, Task
 
 from .encoding import encode
-from .frames import Method
 from .replicas import Replica, Replicas
 from .transport import Full, RemoteError
-from .wire import Opened, Opening, Step, Stepped
+from .wire import Method, Opened, Opening, Step, Stepped, TaskPage
 
 if TYPE_CHECKING:
-    from .client import ServedEnvSpec
+    from .client import RemoteEnvSpec
 
 CLOSE_SECONDS = 10.0
 CLOSE_PATIENCE = 2.0
+PAGE = 100
+"""Tasks in a page."""
+PAGES = 100
+"""Pages kept in memory. The longest unused goes first."""
+NEAR = 64
+"""Tasks wanted last, by which is told whether a split too large to keep is gone through in order."""
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -36,9 +43,9 @@ B = TypeVar("B", bound=BaseModel)
 class RemoteEnv(CheckedEnv):
     """One session at a time on a server. The checks of `CheckedEnv` are made there, where the environment is."""
 
-    spec: ServedEnvSpec
+    spec: RemoteEnvSpec
 
-    def __init__(self, spec: ServedEnvSpec) -> None:
+    def __init__(self, spec: RemoteEnvSpec) -> None:
         self.spec = spec
         self.env = self
         self.rng = random.Random()
@@ -88,6 +95,9 @@ class RemoteEnv(CheckedEnv):
                         await self.acquire()
                     assert self._place is not None
                     place = self._place
+                    if place.is_retired:
+                        self._leave()
+                        continue
                     try:
                         return await self._open_at(place, seed, task, options)
                     except Full as full:
@@ -186,3 +196,62 @@ class RemoteEnv(CheckedEnv):
             await place.transport.call("DELETE", f"/v1/sessions/{session}", seconds=seconds, patience=patience)
         except RemoteError as error:
             logger.debug("session %s was not closed: %s", session, error)  # counted; its episode is over either way
+
+
+class RemoteTasks(TaskSet):
+    """A split on a server, read by pages when they are asked for; those read last are kept. Of a split that is larger
+    than what is kept, and gone through in no order, tasks are read one by one.
+
+    `ask(TaskPage, "GET", path)` answers requests below the environment's own path.
+    """
+
+    def __init__(self, ask: Callable[[type[TaskPage], Method, str], Awaitable[TaskPage]], split: str, size: int | None):
+        self._ask = ask
+        self._split = split
+        self._size = size
+        self._pages: OrderedDict[int, tuple[Task, ...]] = OrderedDict()
+        self._wanted: deque[int] = deque(maxlen=NEAR)
+        self._reading: dict[tuple[int, int], asyncio.Task[tuple[Task, ...]]] = {}
+        """By their first task and their number."""
+
+    @property
+    def size(self) -> int | None:
+        return self._size
+
+    async def get(self, index: int) -> Task:
+        if index < 0 or (self._size is not None and index >= self._size):
+            raise IndexError(f"task {index} of {self._size} in split {self._split!r}")
+        in_order = index - 1 in self._wanted or index + 1 in self._wanted
+        self._wanted.append(index)
+        number, offset = divmod(index, PAGE)
+        if number in self._pages:
+            self._pages.move_to_end(number)
+            return self._pages[number][offset]
+        all_are_kept = self._size is not None and self._size <= PAGE * PAGES
+        if all_are_kept or in_order:
+            return (await self._read(number * PAGE, PAGE))[offset]
+        return (await self._read(index, 1))[0]
+
+    async def _read(self, start: int, count: int) -> tuple[Task, ...]:
+        reading = self._reading.get((start, count))
+        if reading is None:  # whoever else wants it meanwhile waits for this one request
+            reading = self._reading[start, count] = asyncio.create_task(self._ask_for(start, count))
+            reading.add_done_callback(functools.partial(self._done, (start, count)))
+        return await asyncio.shield(reading)
+
+    def _done(self, key: tuple[int, int], reading: asyncio.Task[tuple[Task, ...]]) -> None:
+        del self._reading[key]
+        if not reading.cancelled():
+            reading.exception()  # whoever wanted it may have gone
+
+    async def _ask_for(self, start: int, count: int) -> tuple[Task, ...]:
+        page = await self._ask(TaskPage, "GET", f"/tasks?split={self._split}&start={start}&count={count}")
+        wanted = count if self._size is None else min(count, self._size - start)
+        if len(page.tasks) < wanted:
+            what = f"the server sent {len(page.tasks)} of {wanted} tasks from {start} on"
+            raise RemoteError("server", what, retryable=True)
+        if count == PAGE:
+            self._pages[start // PAGE] = page.tasks
+            if len(self._pages) > PAGES:
+                self._pages.popitem(last=False)
+        return page.tasks

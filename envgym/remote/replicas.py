@@ -1,4 +1,5 @@
-"""The servers of one environment: which of them takes the next session, and which are left out for a while."""
+"""The servers of one environment: which of them takes the next session, which are left out for a while, and the
+heartbeats that keep sessions alive while their episodes wait for the policy."""
 
 from __future__ import annotations
 
@@ -10,33 +11,103 @@ from collections.abc import Callable, Collection, Sequence
 from envgym.errors import ConfigError
 
 from .access import Address
-from .leases import Leases
+from .encoding import encode
 from .transport import Full, RemoteError, Transport, result_of
-from .wire import VERSION, EnvDescription, EnvList
+from .wire import MAX_HEARTBEAT, VERSION, Alive, EnvDescription, EnvList, Heartbeat
 
 CONNECT_SECONDS = 30.0
-"""How long a server may take to say what it serves."""
+"""Time limit for a server to say what it serves."""
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds that a server which is down is left out; doubled each time it is found so."""
 
 logger = logging.getLogger(__name__)
 
 
+class Leases:
+    """The sessions that are wanted on one server. A heartbeat renews those without a request for a third of the lease.
+
+    A server that answers neither requests nor heartbeats for a whole lease is given up (`on_silence`): frozen, it
+    would hold every episode for as long as a step may take. The task lives while there are sessions.
+    """
+
+    def __init__(self, transport: Transport, on_silence: Callable[[float], None]) -> None:
+        self.seconds = 60.0
+        self._transport = transport
+        self._on_silence = on_silence
+        self._used: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def renew(self, session: str) -> None:
+        """A request for the session is on its way, or was answered. The first begins its lease."""
+        self._used[session] = asyncio.get_running_loop().time()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._beat())
+
+    def end(self, session: str) -> None:
+        """The session is wanted no more."""
+        self._used.pop(session, None)
+        if not self._used and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def close(self) -> None:
+        """Tell the server nothing more."""
+        self._used.clear()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await asyncio.sleep(self.seconds / 6)
+            idle = [session for session, used in self._used.items() if loop.time() - used > self.seconds / 3]
+            try:
+                for start in range(0, len(idle), MAX_HEARTBEAT):
+                    await self._tell(idle[start : start + MAX_HEARTBEAT])
+            except RemoteError as error:
+                logger.debug("a heartbeat failed: %s", error)
+                silence = loop.time() - max(began, self._transport.last_answer)
+                if silence > self.seconds:
+                    self._on_silence(silence)
+                    began = loop.time()
+
+    async def _tell(self, sessions: Sequence[str]) -> None:
+        """Renew the leases of `sessions`; of one that the server does not know, its next step will hear."""
+        heartbeat = Heartbeat(session_ids=tuple(sessions))
+        self._transport.counters.heartbeats += 1
+        answer = await self._transport.ask(
+            Alive, "POST", "/v1/sessions/heartbeat", encode(heartbeat), seconds=max(self.seconds / 3, 1.0)
+        )
+        now = asyncio.get_running_loop().time()
+        for session in answer.alive:
+            if session in self._used:
+                self._used[session] = now
+
+
 class Replica:
     """One server of the environment, from one event loop. It is given sessions in proportion to its room and `weight`.
 
     Our episodes hold `taken` of the `room` places we think it has for us (None: not known). `stated_room` is what it
-    said it has; others may use it too.
+    stated; others may use it too.
     """
 
-    def __init__(self, address: Address, transport: Transport, weight: float = 1.0) -> None:
+    def __init__(self, address: Address, transport: Transport, weight: float = 1.0, quota: int | None = None) -> None:
         self.address = address
         self.transport = transport
         self.weight = weight
+        self.is_retired = False
+        """It gets no new sessions, and is closed once those it has have ended."""
+        self._quota = quota
         self.leases = Leases(self.transport, self._fell_silent)
         self.description: EnvDescription | None = None
         self.expected: EnvDescription | None = None
-        """What it must serve, where that is known."""
+        """The description it must agree with, where that is known."""
         self.on_room: Callable[[], None] = lambda: None
         """Called where it may have more places than before."""
         self.taken = 0
@@ -49,7 +120,7 @@ class Replica:
         self._timer: asyncio.TimerHandle | None = None
 
     async def describe(self, patience: float = 0.0) -> EnvDescription:
-        """What the server says of the environment; asked once, and again when it was down. Raises `EnvgymError`."""
+        """The server's description of the environment; asked once, and again when it was down. Raises `EnvgymError`."""
         if self.description is not None:
             return self.description
         if self._asking is None:  # whoever else wants it waits for this one request
@@ -66,7 +137,8 @@ class Replica:
             check_same(self.expected, found, self.address)
         self.description = found
         self.leases.seconds = served.lease_seconds
-        self.room = self.stated_room = min(served.max_sessions, found.concurrency or served.max_sessions)
+        rooms = (served.max_sessions, found.concurrency, self._quota)
+        self.room = self.stated_room = min(room for room in rooms if room is not None)
         return found
 
     def _described(self, asking: asyncio.Task[EnvDescription]) -> None:
@@ -132,10 +204,19 @@ class Replica:
 
 
 class Replicas:
-    """Spreads sessions over the servers by the share of their places that is taken."""
+    """Spreads sessions over the servers by the share of their places that is taken. Servers may be added and retired.
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    Where none is there, the next one is waited for: `wait` seconds from when the last one was retired.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], wait: float = 0.0) -> None:
         self._replicas = list(replicas)
+        self.expected: EnvDescription | None = None
+        """The first server's description, with which the others must agree."""
+        self._wait = wait
+        self._none_since = asyncio.get_running_loop().time()
+        self._added = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._growing: dict[Replica, asyncio.TimerHandle] = {}
         for replica in replicas:
@@ -171,47 +252,98 @@ class Replicas:
                 failures[replica] = error
         if not found:
             raise next(iter(failures.values()))
+        self.expected = found[0]
         for replica in self._replicas:
             replica.expected = found[0]  # also of one that answers later
         for replica in failures:
             replica.is_down()
         return found[0]
 
+    def add(self, replica: Replica) -> None:
+        """Take in one more server, which has been described. Raises `RemoteError` where it has other tasks."""
+        assert replica.description is not None
+        self.expected = replica.expected = self.expected or replica.description
+        check_same(self.expected, replica.description, replica.address)
+        replica.on_room = self._wake
+        self._replicas.append(replica)
+        self._added.set()
+        self._close_retired()
+        self._wake()
+
+    def retire(self, replica: Replica) -> None:
+        """Give a server no new sessions."""
+        replica.is_retired = True
+        if not self.anyone:
+            self._none_since = asyncio.get_running_loop().time()
+        self._close_retired()
+        self._wake()
+
+    def _close_retired(self) -> None:
+        for replica in [replica for replica in self._replicas if replica.is_retired]:
+            if replica.taken == 0 and not replica.transport.is_busy:
+                self._replicas.remove(replica)
+                closing = asyncio.create_task(replica.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    @property
+    def all(self) -> tuple[Replica, ...]:
+        """The servers there are, those among them that have been retired and still hold sessions."""
+        return tuple(self._replicas)
+
+    @property
+    def anyone(self) -> bool:
+        """Tell whether a server is there."""
+        return bool(self._there)
+
+    async def ready(self) -> None:
+        """Wait until a server is there. Raises `RemoteError` where none has been for `wait` seconds."""
+        while not self.anyone:
+            self._added.clear()
+            try:
+                async with asyncio.timeout_at(self._none_since + self._wait):
+                    await self._added.wait()
+            except TimeoutError:
+                if not self.anyone:
+                    what = f"no server has been registered for {self._wait:g} s"
+                    raise RemoteError("no_server", what, retryable=True) from None
+
     @property
     def room(self) -> int | None:
-        """Sessions that the servers take at once, all together, as far as they said; None: not known."""
-        rooms = [replica.stated_room for replica in self._replicas if replica.stated_room is not None]
+        """Sessions that the servers take at once, all together, as far as is known (None: not at all)."""
+        rooms = [replica.stated_room for replica in self._there if replica.stated_room is not None]
         return sum(rooms) if rooms else None
 
     @property
     def down(self) -> list[Replica]:
         """Those that could not be reached."""
-        return [replica for replica in self._replicas if replica.down]
+        return [replica for replica in self._there if replica.down]
 
     def others(self, replica: Replica, failed: Collection[Replica] = ()) -> bool:
-        """Whether there is another server to turn to, which has not `failed`."""
-        return any(not other.down and other not in failed for other in self._replicas if other is not replica)
+        """Tell whether there is another server to turn to, which has not `failed`."""
+        return any(not other.down and other not in failed for other in self._there if other is not replica)
 
     def unasked(self, failed: Collection[Replica]) -> bool:
-        """Whether there is one, up or not, that has not `failed`."""
-        return any(replica not in failed for replica in self._replicas)
+        """Tell whether there is one, up or not, that has not `failed`."""
+        return any(replica not in failed for replica in self._there)
 
     def any_up(self, failed: Collection[Replica] = ()) -> Replica:
-        """A server for what each of them can answer (tasks, judgements), if possible one that has not `failed`. Raises
-        `RemoteError` where there is none any more."""
-        if not self._replicas:
-            raise RemoteError("connection", "the last server has gone", retryable=True)
+        """A server for what each of them can answer (tasks, judgements), if possible one that has not `failed`."""
         return min(
-            self._replicas,
+            self._there,
             key=lambda replica: (replica in failed, replica.down, replica.down and replica.try_at, replica.taken),
         )
 
     async def take(self) -> Replica:
         """A place on the server with the smallest share of its places taken; waits until there is one.
 
-        Where every server is down one of them is given all the same: who opens a session there finds out.
+        Where every server is down one of them is given all the same: who opens a session there finds out. Raises
+        `RemoteError` as `ready` does.
         """
-        while (found := self._free()) is None:
+        while True:
+            await self.ready()
+            if (found := self._free()) is not None:
+                break
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
@@ -226,6 +358,7 @@ class Replicas:
     def leave(self, replica: Replica) -> None:
         """Give a place back."""
         replica.taken -= 1
+        self._close_retired()
         self._next()
 
     def refused(self, replica: Replica, full: Full) -> None:
@@ -252,7 +385,7 @@ class Replicas:
     @property
     def _there(self) -> Sequence[Replica]:
         """Those that may be given a session, if only to find out how they are."""
-        return self._replicas
+        return [replica for replica in self._replicas if not replica.is_retired]
 
     def _free(self) -> Replica | None:
         now = asyncio.get_running_loop().time()
@@ -280,14 +413,21 @@ class Replicas:
         for timer in self._growing.values():
             timer.cancel()
         self._growing.clear()
-        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.close() for replica in self._replicas), *self._closing)
 
 
 def check_same(expected: EnvDescription, found: EnvDescription, address: Address) -> None:
     """Raise `RemoteError` where the tasks of a split are others than those `expected`; warn of other code."""
+    problem = ""
     sizes, others = ({name: split.size for name, split in env.splits.items()} for env in (expected, found))
     if sizes != others:
-        what = f"serves other tasks than it did, or than the other servers do ({others}, not {sizes})"
+        problem = f"{others}, not {sizes}"
+    elif any(
+        split.tasks and found.splits[name].tasks not in ("", split.tasks) for name, split in expected.splits.items()
+    ):
+        problem = "as many, but not the same"
+    if problem:
+        what = f"serves other tasks than it did, or than the other servers do ({problem})"
         raise RemoteError("refused", f"{address} {what}", retryable=False)
     if expected.fingerprint.get("code") != found.fingerprint.get("code"):
         logger.warning("%s runs other code of the environment than before, or than the other servers", address)

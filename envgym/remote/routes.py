@@ -1,32 +1,21 @@
-"""The requests a server answers. The application carries them out, `openapi` describes them."""
+"""The requests a server answers, and the OpenAPI document that describes them. `application` carries them out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from .wire import (
-    Alive,
-    Batch,
-    BatchAnswers,
-    EnvDescription,
-    EnvList,
-    Group,
-    Health,
-    Heartbeat,
-    Opened,
-    Opening,
-    Problem,
-    Step,
-    Stepped,
-    TaskPage,
-    TaskQuery,
-    Verdicts,
-)
+from envgym.episodes.record import to_record
+from envgym.types import Episode, Outcome, Task
+
+from . import wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,53 +29,33 @@ class Route:
     answer: type[BaseModel] | str | Literal[101] | None
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
-    problems: tuple[int, ...] = ()
-    """Statuses of what may go wrong, beside what may go wrong with every route of its kind."""
     open: bool = False
     """Answered without a token."""
 
 
+_ENV, _SESSIONS = "/v1/envs/{env}", "/v1/sessions"
 ROUTES = (
-    Route("GET", "/v1/envs", "list_envs", "The environments that are served", EnvList),
-    Route("GET", "/v1/envs/{env}", "describe", "One environment", EnvDescription, problems=(404,)),
-    Route(
-        "GET", "/v1/envs/{env}/tasks", "tasks", "A page of its tasks", TaskPage, query=TaskQuery,
-        problems=(404, 422, 504),
-    ),
-    Route(
-        "POST", "/v1/envs/{env}/score_group", "score_group", "Score finished episodes of one task together", Verdicts,
-        Group, problems=(404, 504),
-    ),
-    Route(
-        "POST", "/v1/sessions", "open", "Make an instance under an id of yours and reset it", Opened, Opening,
-        problems=(404, 409, 429, 503, 504),
-    ),
-    Route(
-        "POST", "/v1/sessions/heartbeat", "heartbeat", "Renew the leases of sessions", Alive, Heartbeat,
-    ),
-    Route(
-        "POST", "/v1/sessions/{session}/step", "step", "Take one step", Stepped, Step, problems=(404, 409),
-    ),
-    Route("DELETE", "/v1/sessions/{session}", "close", "Close a session; also one that is gone", None),
-    Route(
-        "GET", "/v1/channel", "channel", "A WebSocket for requests to many sessions, each answered when it is done",
-        101, problems=(426, 503),
-    ),
-    Route("POST", "/v1/batch", "batch", "Open, step and close many sessions in one call", BatchAnswers, Batch),
-    Route("GET", "/livez", "live", "Whether the process lives", Health, open=True),
-    Route("GET", "/readyz", "ready", "Whether it takes new sessions", Health, problems=(503,), open=True),
+    Route("GET", "/v1/envs", "list_envs", "The environments that are served", wire.EnvList),
+    Route("GET", _ENV, "describe", "One environment", wire.EnvDescription),
+    Route("GET", f"{_ENV}/tasks", "tasks", "A page of its tasks", wire.TaskPage, query=wire.TaskQuery),
+    Route("POST", f"{_ENV}/score_group", "score_group", "Score finished episodes of one task together",
+          wire.Verdicts, wire.Group),
+    Route("POST", _SESSIONS, "open", "Make an instance under an id of yours and reset it", wire.Opened, wire.Opening),
+    Route("POST", f"{_SESSIONS}/heartbeat", "heartbeat", "Renew the leases of sessions", wire.Alive, wire.Heartbeat),
+    Route("POST", f"{_SESSIONS}/{{session}}/step", "step", "Take one step", wire.Stepped, wire.Step),
+    Route("DELETE", f"{_SESSIONS}/{{session}}", "close", "Close a session; also one that is gone", None),
+    Route("GET", "/v1/channel", "channel", "A WebSocket for requests, each answered when it is done", 101),
+    Route("GET", "/livez", "live", "Whether the process lives", wire.Health, open=True),
+    Route("GET", "/readyz", "ready", "Whether it takes new sessions", wire.Health, open=True),
     Route("GET", "/metrics", "metrics", "Counts and times, as Prometheus reads them", "text/plain"),
     Route("GET", "/openapi.json", "openapi", "This document", "application/json"),
 )  # fmt: skip
 
-_by_path: dict[tuple[str, ...], dict[str, Route]] = {tuple(route.path.split("/")): {} for route in ROUTES}
-for _route in ROUTES:
-    _by_path[tuple(_route.path.split("/"))][_route.method] = _route
-BRACES = 3
+_VARIABLE = 3
 """Which part of a path may be in braces: that of `/v1/sessions/{session}/step`, say."""
-_by_rest = {
-    (*parts[:BRACES], *parts[BRACES + 1 :]): routes for parts, routes in _by_path.items() if "{" in "/".join(parts)
-}
+_by_parts: dict[tuple[str, ...], dict[str, Route]] = {}
+for _route in ROUTES:
+    _by_parts.setdefault(tuple(re.sub("{.*}", "{}", _route.path).split("/")), {})[_route.method] = _route
 
 
 def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
@@ -95,11 +64,105 @@ def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
     Raises a 404 `Problem`. A quoted slash does not part the path.
     """
     parts = path.split("/")
-    exact = _by_path.get(tuple(parts))
+    exact = _by_parts.get(tuple(parts))
     if exact is not None and "{" not in path:
         return exact, []
-    if len(parts) > BRACES and parts[BRACES]:
-        routes = _by_rest.get((*parts[:BRACES], *parts[BRACES + 1 :]))
+    if len(parts) > _VARIABLE and parts[_VARIABLE]:
+        routes = _by_parts.get((*parts[:_VARIABLE], "{}", *parts[_VARIABLE + 1 :]))
         if routes is not None:
-            return routes, [unquote(parts[BRACES])]
-    raise Problem(404, "not-found", "there is nothing at this path; GET /openapi.json lists what there is")
+            return routes, [unquote(parts[_VARIABLE])]
+    raise wire.Problem(404, "not-found", "there is nothing at this path; GET /openapi.json lists what there is")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The OpenAPI document
+
+_REF = "#/components/schemas/{model}"
+_SESSION = "example"
+_STEP = {"step_id": 0, "action": {"text": "an answer"}}
+_SAME_SESSION = {"session": "$request.body#/session_id"}
+EXAMPLES: Mapping[str, Any] = {
+    "open": {"session_id": _SESSION, "seed": 0},
+    "step": _STEP,
+    "heartbeat": {"session_ids": [_SESSION]},
+    "score_group": {
+        "task": {"id": "example"},
+        "episodes": [to_record(Episode("e", Task("example"), Outcome.completed(), reward=1.0))],
+    },
+}
+"""Bodies that can be sent as they are, in the order of the routes."""
+LINKS: Mapping[str, Any] = {
+    "open": {
+        "step": {"operationId": "step", "parameters": _SAME_SESSION, "requestBody": _STEP},
+        "close": {"operationId": "close", "parameters": _SAME_SESSION},
+    }
+}
+"""Requests that an answer leads on to."""
+_PROBLEM = {
+    "description": "A problem (RFC 9457): its `type`, a URN, is of the kinds that docs/serve.md lists",
+    "content": {"application/problem+json": {"schema": {"$ref": _REF.format(model="ProblemBody")}}},
+    "headers": {"Retry-After": {"description": "Seconds to wait, of 429 and 503", "schema": {"type": "integer"}}},
+}
+
+
+def document(envs: Sequence[str], *, tokens: bool) -> bytes:
+    """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it asks for them."""
+    models = {model for route in ROUTES for model in (route.body, route.answer) if isinstance(model, type)}
+    wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {wire.ProblemBody}]
+    wanted.sort(key=lambda pair: pair[0].__name__)
+    schemas = models_json_schema(wanted, ref_template=_REF)[1]["$defs"]
+    schemas["Opening"]["properties"]["env"]["enum"] = ["", *envs]
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, envs, tokens)
+    components: dict[str, Any] = {"schemas": schemas}
+    if tokens:
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    info = {"title": "envgym", "version": str(wire.VERSION), "description": "Environments of envgym over HTTP."}
+    return json.dumps({"openapi": "3.1.0", "info": info, "paths": paths, "components": components}).encode()
+
+
+def _operation(route: Route, envs: Sequence[str], tokens: bool) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "parameters": _parameters(route, envs),
+        "responses": {**_answer(route), "default": _PROBLEM},
+    }
+    if route.body is not None:
+        content = {"schema": _ref(route.body), "example": EXAMPLES[route.name]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if route.name in LINKS:
+        operation["responses"]["200"]["links"] = LINKS[route.name]
+    if tokens and not route.open:
+        operation["security"] = [{"token": []}]
+    return operation
+
+
+def _answer(route: Route) -> dict[str, Any]:
+    if route.answer is None:
+        return {"204": {"description": "Done"}}
+    if route.answer == 101:
+        return {"101": {"description": "A WebSocket from here on"}}
+    kind, schema = (route.answer, {}) if isinstance(route.answer, str) else ("application/json", _ref(route.answer))
+    return {"200": {"description": route.summary, "content": {kind: {"schema": schema}}}}
+
+
+def _parameters(route: Route, envs: Sequence[str]) -> list[dict[str, Any]]:
+    given: dict[str, dict[str, Any]] = {
+        "env": {"schema": {"type": "string", "enum": list(envs)}},
+        "session": {"schema": {"type": "string"}, "example": _SESSION},
+    }
+    in_path = [
+        {"name": name, "in": "path", "required": True, **given[name]} for name in re.findall(r"{(\w+)}", route.path)
+    ]
+    query = {"properties": {}} if route.query is None else route.query.model_json_schema()
+    in_query = [
+        {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": field}
+        for name, field in query["properties"].items()
+    ]
+    return in_path + in_query
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}

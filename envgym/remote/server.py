@@ -7,20 +7,18 @@ import contextlib
 import logging
 import re
 import resource
-import signal
-import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.registry import parse_env_id
 from envgym.services import Policy, start_services
 
+from .access import Tokens
+from .admission import Limits
 from .application import Application
-from .limits import Limits
-from .listening import is_loopback, listen
-from .tokens import Tokens
+from .listening import is_loopback, listen, stop_signals, tls_context
+from .registration import Announcement, Announcer
 
 OPEN_FILES = 65_536
 """Connections and files the process may have open, where the machine allows as many."""
@@ -45,18 +43,23 @@ async def serve(
     token_file: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    announcement: Announcement | None = None,
+    on_registered: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve the environments, by their names, at `host:port` until SIGINT or SIGTERM.
 
     Then sessions may go on for `limits.drain_seconds` while new ones are refused; what is left is closed. A second
-    signal ends it at once. `on_ready` gets the server's URL once it answers; port 0 picks a free one.
+    signal ends it at once. `on_ready` gets the server's URL once it answers; port 0 picks a free one. With an
+    `announcement` the server registers at a trainer, and `on_registered` gets the URL that it gave there.
 
     Raises `ConfigError` for an address that is taken, unknown, or public without tokens, for a token file or a
-    certificate that cannot be used, and for an environment that cannot be served.
+    certificate that cannot be used, for an environment that cannot be served, and where the trainer refuses the server.
     """
     for name, spec in specs.items():
         check_name(name)
         check_servable(spec)
+    if announcement is not None:
+        announcement.check()
     limits = limits or Limits()
     tokens = None if token_file is None else Tokens.read(token_file)
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
@@ -77,9 +80,29 @@ async def serve(
         application = Application(specs, limits, tokens)
         await stack.enter_async_context(application.running(listener, tls))
         address = f"[{bound}]" if ":" in bound else bound
-        on_ready(f"{'http' if tls is None else 'https'}://{address}:{bound_port}")
-        await stopping.wait()
+        url = f"{'http' if tls is None else 'https'}://{address}:{bound_port}"
+        announcer = None if announcement is None else Announcer(announcement, url, on_registered)
+        on_ready(url)
+        if announcer is None:
+            await stopping.wait()
+        else:
+            stack.push_async_callback(announcer.close)
+            await _announce(announcer, stopping)
         await application.drain()
+
+
+async def _announce(announcer: Announcer, stopping: asyncio.Event) -> None:
+    """Register until the server is asked to stop, and then say that it leaves."""
+    registering, stopped = asyncio.create_task(announcer.run()), asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        registering.cancel()
+        stopped.cancel()
+        await asyncio.wait([registering, stopped])
+    if not registering.cancelled():
+        registering.result()
+    await announcer.leave()
 
 
 def allow_open_files() -> None:
@@ -91,15 +114,12 @@ def allow_open_files() -> None:
 
 
 def name_of(spec: EnvSpec) -> str:
-    """What an environment is called on a server unless told otherwise: its id without namespace, version and folder."""
+    """The default name of an environment on a server: its id without namespace, version and folder."""
     id = spec.id
     target, _, name = id.rpartition(":")
     if target and _NAME.fullmatch(name):  # file.py:Name, package.module:Name
         return name
-    last = id.rstrip("/").rpartition("/")[2].removesuffix(".py")
-    with contextlib.suppress(ConfigError):
-        last = parse_env_id(last)[1]
-    return last
+    return re.sub(r"-v\d+$", "", id.rstrip("/").rpartition("/")[2].removesuffix(".py"))
 
 
 def check_name(name: str) -> None:
@@ -116,42 +136,3 @@ def check_servable(spec: EnvSpec) -> None:
                 f"environment {part.id} plays against the policy in training ({opponents[0]}), which is not here: give "
                 "it another model, or train without a server"
             )
-
-
-def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    """TLS by a certificate (with its chain) and its key, both PEM. Raises `ConfigError` where they cannot be used."""
-    if cert is None or key is None:
-        raise ConfigError("TLS takes both files, the certificate (tls-cert) and its key (tls-key)")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        # Nobody is there to type a pass phrase.
-        context.load_cert_chain(cert, key, password="")
-    except (OSError, ssl.SSLError):
-        missing = next((file for file in (cert, key) if not file.is_file()), None)
-        form = "the certificate and its own key, both PEM, the key without a pass phrase"
-        what = f"{missing} is not there" if missing else f"{cert} and {key} are not {form}"
-        raise ConfigError(f"TLS: {what}") from None
-    return context
-
-
-@contextlib.contextmanager
-def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """Set `stopping` at the first SIGINT or SIGTERM; the second has its usual effect."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def restore() -> None:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    def stop() -> None:
-        restore()
-        stopping.set()
-
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        restore()

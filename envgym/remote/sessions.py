@@ -12,17 +12,15 @@ from envgym.env import CheckedEnv
 from envgym.isolation.cancellation import is_shutdown
 from envgym.types import Action
 
+from .access import Client
+from .admission import RETRY_SECONDS, Limits
 from .encoding import encodable_info, encode
-from .hosted import Hosted
-from .limits import Limits
-from .prometheus import ServerMetrics
-from .tokens import Client
-from .wire import Opened, Opening, Problem, Step, Stepped
+from .metrics import ServerMetrics
+from .served_env import ServedEnv
+from .wire import Opened, Opening, Problem, ProblemKind, Step, Stepped
 
 CLOSE_SECONDS = 10.0
-"""How long an environment may take to stop and to close."""
-RETRY_SECONDS = 1.0
-"""When a client that was refused for want of room should ask again."""
+"""Time limit for an environment to stop and to close."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +32,8 @@ class Session:
     cancels: it goes on when its connection drops, and the repeated request waits for the same answer.
     """
 
-    def __init__(self, hosted: Hosted, opening: Opening, limits: Limits, metrics: ServerMetrics) -> None:
-        self.hosted = hosted
+    def __init__(self, env: ServedEnv, opening: Opening, limits: Limits, metrics: ServerMetrics) -> None:
+        self.served = env
         self.id = opening.session_id
         self._opening = opening
         self._limits = limits
@@ -60,9 +58,9 @@ class Session:
         """The lease begins anew."""
         self._last_used = time.monotonic()
 
-    def opened_by(self, hosted: Hosted, opening: Opening) -> bool:
-        """Whether `opening` asks for what this session was opened with."""
-        return self.hosted is hosted and _asked(self._opening) == _asked(opening)
+    def opened_by(self, env: ServedEnv, opening: Opening) -> bool:
+        """Tell whether `opening` asks for what this session was opened with."""
+        return self.served is env and _asked(self._opening) == _asked(opening)
 
     async def open(self) -> bytes:
         """Make the instance and reset it, once; gives an encoded `Opened`."""
@@ -87,7 +85,7 @@ class Session:
         return await self._work(self._take(step.action), self._newest)
 
     async def _work(self, work: Awaitable[bytes], answer: asyncio.Future[bytes]) -> bytes:
-        """What the environment's work comes to, kept as `answer` for those who ask again."""
+        """The result of the environment's work, kept as `answer` for those who ask again."""
         task = self._working = asyncio.current_task()
         try:
             result = await work
@@ -97,7 +95,7 @@ class Session:
             if self._is_closed:
                 raise self._closed_meanwhile() from None
             what = "reset" if self._step_id < 0 else f"step {self._step_id}"
-            problem = self.hosted.raised(error, what)  # the environment cancelled the task that it ran in
+            problem = self.served.raised(error, what)  # the environment cancelled the task that it ran in
             self._keep(answer, problem)
             raise problem from None
         except Exception as error:
@@ -145,7 +143,7 @@ class Session:
 
     async def _open(self, opening: Opening) -> bytes:
         async def reset() -> bytes:
-            env = self._env = self.hosted.spec.make()
+            env = self._env = self.served.spec.make()
             options = dict(opening.options)
             options.pop("task", None)  # it has a place of its own
             if opening.task is not None:
@@ -158,7 +156,7 @@ class Session:
                 Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
             )
 
-        return await self.hosted.call(reset(), "reset", self._metrics.reset_seconds.observe)
+        return await self.served.call(reset(), "reset", self._metrics.reset_seconds.observe)
 
     async def _take(self, action: Action) -> bytes:
         if self._env is None:  # its constructor raised, and the client was told
@@ -180,10 +178,10 @@ class Session:
         except BaseException as error:
             if is_shutdown(error):
                 raise
-            raise self.hosted.raised(error, f"step {self._step_id}") from None
+            raise self.served.raised(error, f"step {self._step_id}") from None
         finally:
-            self._metrics.steps.add(self.hosted.name)
-            self._metrics.step_seconds.observe(self.hosted.name, time.monotonic() - began)
+            self._metrics.steps.add(self.served.name)
+            self._metrics.step_seconds.observe(self.served.name, time.monotonic() - began)
 
 
 def _asked(opening: Opening) -> tuple[object, ...]:
@@ -193,7 +191,7 @@ def _asked(opening: Opening) -> tuple[object, ...]:
 class Sessions:
     """All sessions of a server, by their clients and the ids those gave them."""
 
-    def __init__(self, environments: Mapping[str, Hosted], limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, environments: Mapping[str, ServedEnv], limits: Limits, metrics: ServerMetrics) -> None:
         self._environments = environments
         self._limits = limits
         self._metrics = metrics
@@ -208,10 +206,10 @@ class Sessions:
         return len(self._sessions)
 
     def open_by_env(self) -> dict[str, float]:
-        """How many sessions each environment has."""
+        """The number of sessions of each environment."""
         return {name: float(self._by_env[name]) for name in self._environments}
 
-    def environment(self, name: str) -> Hosted:
+    def environment(self, name: str) -> ServedEnv:
         """The environment called `name`; without one the only one there is. Raises a 404 `Problem`."""
         if not name and len(self._environments) == 1:
             return next(iter(self._environments.values()))
@@ -223,34 +221,31 @@ class Sessions:
 
     def open(self, client: Client, opening: Opening) -> Session:
         """The session `opening` asks for: a new one, or the one it opened when it came before."""
-        hosted = self.environment(opening.env)
+        env = self.environment(opening.env)
         session = self._sessions.get((client.name, opening.session_id))
         if session is not None:
-            if not session.opened_by(hosted, opening):
+            if not session.opened_by(env, opening):
                 detail = f"session {opening.session_id} exists and was opened differently"
                 raise Problem(409, "session-conflict", detail)
             return session
         if self.draining:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
-        self._check_room(client, hosted)
-        session = Session(hosted, opening, self._limits, self._metrics)
+        self._check_room(client, env)
+        session = Session(env, opening, self._limits, self._metrics)
         self._sessions[client.name, opening.session_id] = session
         self._by_client[client.name] += 1
-        self._by_env[hosted.name] += 1
-        self._metrics.opened.add(hosted.name)
+        self._by_env[env.name] += 1
+        self._metrics.opened.add(env.name)
         return session
 
-    def _check_room(self, client: Client, hosted: Hosted) -> None:
-        if client.max_sessions is not None and self._by_client[client.name] >= client.max_sessions:
-            detail = f"this client's quota of {client.max_sessions} sessions is used up"
-            raise Problem(429, "quota-exceeded", detail, retry_after=RETRY_SECONDS)
-        if self._by_env.total() >= self._limits.max_sessions:  # those that are being closed among them
-            detail = f"all {self._limits.max_sessions} sessions of this server are taken"
-            raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS)
-        bound = hosted.spec.concurrency_bound()
-        if bound is not None and self._by_env[hosted.name] >= bound:
-            detail = f"all {bound} sessions of environment {hosted.name} are taken"
-            raise Problem(429, "server-full", detail, retry_after=RETRY_SECONDS)
+    def _check_room(self, client: Client, env: ServedEnv) -> None:
+        quota, most, bound = client.max_sessions, self._limits.max_sessions, env.spec.concurrency_bound()
+        if quota is not None and self._by_client[client.name] >= quota:
+            raise _full("quota-exceeded", f"this client's quota of {quota} sessions is used up")
+        if self._by_env.total() >= most:  # those that are being closed among them
+            raise _full("server-full", f"all {most} sessions of this server are taken")
+        if bound is not None and self._by_env[env.name] >= bound:
+            raise _full("server-full", f"all {bound} sessions of environment {env.name} are taken")
 
     def get(self, client: Client, session_id: str) -> Session:
         """One of the client's sessions. Raises a 404 `Problem`, of other clients' sessions too."""
@@ -284,8 +279,8 @@ class Sessions:
             await session.close()
         finally:
             self._by_client[client] -= 1
-            self._by_env[session.hosted.name] -= 1
-            self._metrics.closed.add(session.hosted.name, by)
+            self._by_env[session.served.name] -= 1
+            self._metrics.closed.add(session.served.name, by)
             self._closed_one.set()
 
     async def emptied(self) -> None:
@@ -306,3 +301,7 @@ class Sessions:
         if expired:
             logger.warning("closing sessions not heard of for %g s: %d", lease, len(expired))
         await asyncio.gather(*(self.close(*key, by="lease") for key in expired))
+
+
+def _full(kind: ProblemKind, detail: str) -> Problem:
+    return Problem(429, kind, detail, retry_after=RETRY_SECONDS)

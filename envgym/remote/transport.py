@@ -1,5 +1,4 @@
-"""The client's requests to one server: one deadline for all tries, one line per failure; over HTTP, one pool of
-connections."""
+"""The client's requests to one server: one pool of connections, one deadline for all tries, one line per failure."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import http.client
 import json
 import logging
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,15 +17,18 @@ from envgym.isolation.cancellation import is_being_cancelled
 from envgym.isolation.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, unreachable
-from .frames import CHANNEL_BODY, CHANNEL_PATH, CHANNEL_PING_SECONDS, MAX_MESSAGE, Answer, Method
-from .links import Asking, end
-from .wire import MAX_BODY, ProblemBody
+from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, Asking
+from .wire import MAX_BODY, Answer, Method, ProblemBody
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
 LONGEST_PAUSE = 5.0
 NO_CHANNEL_SECONDS = 60.0
 """After so long a server that took no WebSocket is tried with one again."""
+
+ENVS = "/v1/envs"
+"""Path of the first request to a server."""
+OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
 
 OF_ENVIRONMENTS = {error.__name__: error for error in (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)}
 """Errors that are the environment's own wherever it runs: a worker's, say, would be taken for that of our worker."""
@@ -43,7 +44,7 @@ class RemoteError(InvalidOutcome):
     | kind | what happened | retryable |
     |---|---|---|
     | `connection` | the server cannot be reached, or says nothing any more | yes |
-    | `no_server` | no server has joined, or all have gone | yes |
+    | `no_server` | no server has registered, or all have gone | yes |
     | `session_lost` | the server does not know the session (any more): it was restarted, or the lease ran out | yes |
     | `capacity` | no place became free in time | yes |
     | `timeout` | no answer in time, of the server or of the environment | yes |
@@ -63,7 +64,7 @@ class Full(RemoteError):
 
 @dataclass(slots=True)
 class Counters:
-    """What a client met since it was made."""
+    """Counts of a client since it was made."""
 
     requests: int = 0
     """Requests sent, repeats included."""
@@ -77,25 +78,48 @@ class Counters:
     """Entries of `info` that JSON could not carry."""
 
 
-class Transport(ABC):
-    """Calls to one server, called `url`, from one event loop. Every call may be sent twice: the protocol makes that
-    harmless."""
+class Transport:
+    """Calls to one server from one event loop. Every call may be sent twice: the protocol makes that harmless.
 
-    def __init__(self, url: str, counters: Counters) -> None:
+    Small requests of sessions share one WebSocket (`channel`): a message there costs much less than a request, and
+    sessions need no connection each.
+    """
+
+    def __init__(self, url: str, access: Access, counters: Counters) -> None:
         self.url = url
-        self.last_heard = 0.0
-        """The loop's time of the last answer, whatever it said."""
+        self.last_answer = 0.0
+        """The loop's time of the last answer of any kind."""
         self.counters = counters
+        redirected = aiohttp.TraceConfig()
+        redirected.on_request_redirect.append(_refuse)  # those of a WebSocket are followed else
+        # No limit: each running episode has at most one request in flight, and none should wait for another's step.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=DIAL_SECONDS),
+            headers={"Content-Type": "application/json", **access.headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[redirected],
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+        )
         self._waiting: dict[Deadline, RemoteError | None] = {}
-        """What each call fails with when its deadline is over, where that is not because of the time."""
+        """The error of each call whose deadline was ended early; None while it was not."""
         self._closed = False
+        self._asking: Asking | None = None
+        self._dialling: asyncio.Task[Asking | None] | None = None
+        self._listening: set[asyncio.Task[None]] = set()
+        self._no_channel_until = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether a call waits for its answer."""
+        return bool(self._waiting)
 
     async def close(self) -> None:
         self._closed = True
-
-    @abstractmethod
-    async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
-        """The server's answer to one try. Raises a `RemoteError` of kind `connection` where there is none."""
+        self._drop_channel()
+        if ending := [task for task in (self._dialling, *self._listening) if task is not None]:
+            await asyncio.wait(ending)
+        await self._session.close()
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
@@ -103,6 +127,7 @@ class Transport(ABC):
         for deadline in self._waiting:
             self._waiting[deadline] = RemoteError("connection", f"{self.url}: {what}", retryable=True)
             deadline.expire()
+        self._drop_channel()
 
     async def ask(
         self,
@@ -152,7 +177,7 @@ class Transport(ABC):
         now = asyncio.get_running_loop().time
         pause, give_up_at = FIRST_PAUSE, None
         while True:
-            if self._closed:  # a server that joined and is gone for good, say
+            if self._closed:  # a server that left for good, say
                 raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=True)
             self.counters.requests += 1
             wait: float | None = None
@@ -163,7 +188,7 @@ class Transport(ABC):
                     raise
                 failure: EnvgymError = error
             else:
-                self.last_heard = now()
+                self.last_answer = now()
                 if answer.status < 400:
                     return answer.content
                 failure = self._refused(method, path, answer)
@@ -184,7 +209,7 @@ class Transport(ABC):
             await asyncio.sleep(wait)
 
     async def _is_openenv(self) -> bool:
-        """Whether what answers, and knows no environments of ours, says that it is a server of OpenEnv."""
+        """Tell whether the server, which knows no environments of ours, is one of OpenEnv."""
         try:
             document = json.loads((await self._send("GET", "/openapi.json", None)).content)
             return set(document["paths"]) >= OPENENV_PATHS
@@ -202,49 +227,16 @@ class Transport(ABC):
         what = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
         return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
 
-
-ENVS = "/v1/envs"
-"""What a server is asked first."""
-OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
-
-
-class HttpTransport(Transport):
-    """Calls over connections that are made from here."""
-
-    def __init__(self, url: str, access: Access, counters: Counters) -> None:
-        super().__init__(url, counters)
-        # No limit: each running episode has at most one request in flight, and none should wait for another's step.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=access.tls),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=DIAL_SECONDS),
-            headers={"Content-Type": "application/json", **access.headers},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-        )
-        self._asking: Asking | None = None
-        self._dialling: asyncio.Task[Asking | None] | None = None
-        self._listening: set[asyncio.Task[None]] = set()
-        self._no_channel_until = 0.0
-
-    async def close(self) -> None:
-        await super().close()
-        self._drop_channel()
-        if ending := [task for task in (self._dialling, *self._listening) if task is not None]:
-            await asyncio.wait(ending)
-        await self._session.close()
-
-    def give_up(self, seconds: float) -> None:
-        super().give_up(seconds)
-        self._drop_channel()
-
     async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
         if path.startswith("/v1/sessions") and len(body or b"") <= CHANNEL_BODY:
             channel = await self._channel()
             if channel is not None:
                 try:
-                    return await channel.ask(method, path, body or b"")
+                    answer = await channel.ask(method, path, body or b"")
                 except ConnectionError as error:
                     raise self._unreachable(error) from None
+                if answer.status != 413:  # too large an answer for the channel
+                    return answer
         try:
             async with self._session.request(method, self.url + path, data=body, allow_redirects=False) as response:
                 content = await self._read(response)
@@ -266,8 +258,7 @@ class HttpTransport(Transport):
         return bytes(content)
 
     async def _channel(self) -> Asking | None:
-        """The one WebSocket for all sessions: a message there costs much less than a request, and sessions need no
-        connection each. None where the server, or a proxy before it, takes no WebSocket."""
+        """The channel; None where the server, or a proxy before it, takes no WebSocket."""
         if self._asking is not None and self._asking.is_open:
             return self._asking
         if asyncio.get_running_loop().time() < self._no_channel_until:
@@ -281,11 +272,11 @@ class HttpTransport(Transport):
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 socket = await self._session.ws_connect(
-                    self.url + CHANNEL_PATH, heartbeat=CHANNEL_PING_SECONDS, max_msg_size=MAX_MESSAGE
+                    self.url + CHANNEL_PATH, heartbeat=PING_SECONDS, max_msg_size=MAX_MESSAGE
                 )
         except aiohttp.InvalidURL:
             return None  # the request says so
-        except aiohttp.WSServerHandshakeError as error:
+        except aiohttp.ClientResponseError as error:
             self._without_channel(f"it answers {error.status}")
             return None
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -294,7 +285,7 @@ class HttpTransport(Transport):
             self._without_channel(f"no answer within {DIAL_SECONDS:g} s")
             return None
         asking = self._asking = Asking(socket)
-        listening = asyncio.create_task(self._listen(socket, asking))
+        listening = asyncio.create_task(self._listen(asking))
         self._listening.add(listening)
         listening.add_done_callback(self._listening.discard)
         return asking
@@ -308,25 +299,14 @@ class HttpTransport(Transport):
         if not dialling.cancelled():
             dialling.exception()  # whoever asked may have gone
 
-    async def _listen(self, socket: aiohttp.ClientWebSocketResponse, asking: Asking) -> None:
-        heard = False
+    async def _listen(self, asking: Asking) -> None:
         try:
-            async for message in socket:
-                if message.type is aiohttp.WSMsgType.TEXT or isinstance(message.data, aiohttp.WebSocketError):
-                    raise ValueError("not a message of ours")
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    break  # no answer to a ping
-                asking.hear(message.data)
-                heard = True
-                await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
+            answered = await asking.listen()
         except ValueError:
-            heard = False
             logger.warning("%s sent what is no answer; the connection is closed", self.url)
-        finally:
-            if not heard:  # something on the way takes it and cannot carry it
-                self._without_channel("it carried nothing")
-            asking.end()
-            await end(socket)
+            answered = False
+        if not answered:  # something on the way takes it and cannot carry it
+            self._without_channel("it carried nothing")
 
     def _drop_channel(self) -> None:
         for task in (self._dialling, *self._listening):
@@ -337,8 +317,17 @@ class HttpTransport(Transport):
         return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}", retryable=True)
 
 
+async def _refuse(
+    session: aiohttp.ClientSession, context: object, redirect: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """Follow no redirect: only servers that were named, or allowed, are dialled."""
+    moved = redirect.response
+    moved.close()
+    raise aiohttp.TooManyRedirects(moved.request_info, (moved,), status=moved.status)
+
+
 async def result_of(shared: asyncio.Task[T], closed: RemoteError) -> T:
-    """What a task comes to that others wait for too; `closed` where it was cancelled, and not who waits here."""
+    """The result of a task that others wait for too. Raises `closed` where that task was cancelled."""
     try:
         return await asyncio.shield(shared)
     except asyncio.CancelledError:
@@ -348,7 +337,7 @@ async def result_of(shared: asyncio.Task[T], closed: RemoteError) -> T:
 
 
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
-    """What a problem stands for: the environment's own error where it is one of ours, else a `RemoteError`."""
+    """The exception for a problem: the environment's own error where it is one of ours, else a `RemoteError`."""
     what = f"{url}: {problem.detail}"
     match problem.kind:
         case "environment-error":
@@ -366,7 +355,7 @@ def as_error(url: str, problem: ProblemBody) -> EnvgymError:
         case "unauthorized":
             return RemoteError(
                 "refused",
-                f"{what} (the setting token_file, or --token-file, names the file that holds it)",
+                f"{what} (the setting token_file, --token-file or --register-token-file names the file that holds it)",
                 retryable=False,
             )
     return RemoteError("refused", what, retryable=False)
@@ -381,9 +370,9 @@ def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
     return RemoteError("environment", what, retryable=False)
 
 
-def _pause(said: str | float) -> float:
-    """Seconds to wait where someone said so."""
+def _pause(given: str | float) -> float:
+    """Seconds to wait, as a server or a proxy gave them, within bounds."""
     try:
-        return min(max(0.1, float(said)), 60.0)  # in this order: not a number is 0.1
+        return min(max(0.1, float(given)), 60.0)  # in this order: not a number is 0.1
     except ValueError:  # a date
         return 1.0

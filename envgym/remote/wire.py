@@ -1,4 +1,4 @@
-"""What server and client say to each other: JSON bodies over HTTP/1.1, version 3. `routes` has the requests.
+"""The protocol of server and client: JSON bodies over HTTP/1.1, version 4. `routes` has the requests.
 
 The client chooses a session's id and numbers its steps, so that every request can be sent again: the server
 answers a repeated one with what it answered before and does nothing twice. Tasks, observations and actions
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,24 +22,24 @@ from pydantic import (
     PlainSerializer,
     ValidationInfo,
     WrapSerializer,
-    model_validator,
 )
 
 from envgym.episodes.record import decode, decode_mapping, encode
 from envgym.types import Action, Observation, Task
 
-VERSION = 3
+VERSION = 4
 MAX_BODY = 64 * 2**20
 """Bytes of the largest request taken: an action carries its token ids, a task its whole row, a group its episodes."""
 MAX_PAGE = 1000
 """Tasks in the largest page."""
-MAX_BATCH = 1024
-"""Requests in the largest batch."""
+MAX_GROUP = 1024
+"""Episodes in the largest group."""
 MAX_HEARTBEAT = 10_000
 """Sessions in the largest heartbeat."""
 MAX_INDEX = 2**53
 """Above this not every reader of JSON tells whole numbers apart."""
 
+Method = Literal["GET", "POST", "DELETE"]
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -72,9 +73,11 @@ class Wire(BaseModel):
 
 
 class Split(Wire):
-    """`size` is None where there is no end; `error` says why the split cannot be read, where it cannot."""
+    """`size` is None where there is no end; `error` says why the split cannot be read, where it cannot. `tasks` is a
+    hash of some of its tasks; empty where they cannot be sent."""
 
     size: int | None = None
+    tasks: str = ""
     error: str | None = None
 
 
@@ -99,8 +102,8 @@ class EnvDescription(Wire):
 
 
 class EnvList(Wire):
-    """What a server serves. A session is closed after `lease_seconds` without a request or a heartbeat; whoever asks
-    may have `max_sessions` at once."""
+    """The environments of a server. A session is closed after `lease_seconds` without a request or a heartbeat; the
+    client may have `max_sessions` at once."""
 
     protocol: Literal["envgym"] = "envgym"
     version: int = VERSION
@@ -129,11 +132,11 @@ class Group(Wire):
     """Finished episodes of one task, to be judged together; each as `envgym.episodes.record.to_record` writes it."""
 
     task: ExactTask
-    episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_BATCH)
+    episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_GROUP)
 
 
 class Verdict(Wire):
-    """What is said of one episode: a judgement, or in `problem` why it could not be judged."""
+    """The verdict on one episode: a judgement, or in `problem` why it could not be judged."""
 
     reward: float | None = None
     score: float | None = None
@@ -165,7 +168,7 @@ class Opening(Wire):
 
 
 class Opened(Wire):
-    """What `reset` returned, and the task it posed. `dropped` names the `info` entries JSON cannot carry."""
+    """The result of `reset`, and the task it posed. `dropped` names the `info` entries JSON cannot carry."""
 
     task: ExactTask
     observation: Observation
@@ -183,7 +186,7 @@ class Step(Wire):
 
 
 class Stepped(Wire):
-    """What `step` returned. `dropped` names the `info` entries JSON cannot carry."""
+    """The result of `step`. `dropped` names the `info` entries JSON cannot carry."""
 
     observation: Observation
     reward: float | None
@@ -206,49 +209,39 @@ class Alive(Wire):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Many sessions in one call
+# Registrations, from a server to a trainer
 
 
-class BatchOpen(Opening):
-    op: Literal["open"]
+class Registration(Wire):
+    """A server that a trainer may dial at `url`, without an environment's name. `instance` is drawn when its process
+    starts; `leaving` says that it takes no new sessions."""
+
+    version: int = VERSION
+    instance: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    url: Annotated[str, Field(max_length=1000)]
+    weight: float = Field(1.0, gt=0, le=1e6)
+    leaving: bool = False
 
 
-class BatchStep(Step):
-    op: Literal["step"]
-    session_id: SessionId
+class Registered(Wire):
+    """The trainer's answer: the registration counts for `lease_seconds`. `problems` say why the server is not used."""
+
+    lease_seconds: float = Field(ge=0.1, le=3600)
+    problems: tuple[str, ...] = ()
 
 
-class BatchClose(Wire):
-    op: Literal["close"]
-    session_id: SessionId
+# ---------------------------------------------------------------------------------------------------------
+# Answers
 
 
-BatchRequest = Annotated[BatchOpen | BatchStep | BatchClose, Field(discriminator="op")]
-
-
-class Batch(Wire):
-    """Requests that are carried out side by side, each session at most once."""
-
-    requests: tuple[BatchRequest, ...] = Field(max_length=MAX_BATCH)
-
-    @model_validator(mode="after")
-    def _each_session_once(self) -> Batch:
-        if len({request.session_id for request in self.requests}) < len(self.requests):
-            raise ValueError("each session may come once in a batch")
-        return self
-
-
-class BatchAnswer(Wire):
-    """What the request would have been answered by itself; nothing (status 204) to one that was closed."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of the server, or of a proxy before it, over HTTP or over a channel. `retry_after` are seconds."""
 
     status: int
-    body: Opened | Stepped | ProblemBody | None
-
-
-class BatchAnswers(Wire):
-    """One answer for each request, in their order, once all are there."""
-
-    answers: tuple[BatchAnswer, ...]
+    content_type: str
+    content: bytes
+    retry_after: float = 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -318,5 +311,3 @@ class Problem(Exception):
 
 
 Verdict.model_rebuild()
-BatchAnswer.model_rebuild()
-BatchAnswers.model_rebuild()

@@ -23,10 +23,8 @@ from typing import Any
 from aiohttp import web
 
 from envgym.errors import InvalidOutcome, RunError, WorkerDied
-from envgym.remote.admission import refuse_web_pages
-from envgym.remote.arriving import Arriving
-from envgym.remote.listening import listen
-from envgym.remote.server import stop_signals
+from envgym.remote.admission import Arriving, refuse_web_pages
+from envgym.remote.listening import listen, stop_signals
 from envgym.remote.wire import Problem
 from envgym.types import as_messages
 from envgym.workers.local import LocalRuntime

@@ -23,9 +23,9 @@ import pytest
 
 import envgym.registry as registry
 from envgym.env import EnvSpec
+from envgym.remote.access import Tokens
+from envgym.remote.admission import Limits
 from envgym.remote.application import Application
-from envgym.remote.limits import Limits
-from envgym.remote.tokens import Tokens
 
 GAME = Path(__file__).with_name("game.py")
 

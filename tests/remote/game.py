@@ -92,6 +92,14 @@ class GuessSpec(EnvSpec):
         return ListTasks([Task(f"t{i}", prompt, i, {"range": 10 + i}, difficulty=i / 10) for i in range(self.config.n)])
 
 
+class ShiftedSpec(GuessSpec):
+    """As many tasks, and others."""
+
+    def tasks(self, split: str) -> TaskSet:
+        super().tasks(split)
+        return ListTasks([Task(f"t{i}", (Message.of("user", f"guess {i}"),)) for i in range(self.config.n)])
+
+
 class RankedSpec(GuessSpec):
     """Episodes of a task are ranked by their reward; one without cannot be judged."""
 
@@ -119,7 +127,7 @@ class Dice(Env):
 
 
 async def main() -> None:
-    from envgym.remote.limits import Limits
+    from envgym.remote.admission import Limits
     from envgym.remote.server import serve
 
     settings = dict(word.split("=", 1) for word in sys.argv[2:])

@@ -14,10 +14,12 @@ class Patient(Env):
     spec: PatientSpec
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.steps = 0
         return "say", {}
 
     async def step(self, action: Action) -> StepResult:
-        return action.text, 1.0, False, False, {}
+        self.steps += 1
+        return action.text, 1.0, False, False, {"steps": self.steps}
 
     async def close(self) -> None:
         await asyncio.sleep(self.spec.config.close_seconds)

@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 
 import envgym
-from envgym.remote.arriving import Arriving
-from envgym.remote.tokens import Tokens
+from envgym.remote.access import Tokens
+from envgym.types import Action
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef00"
 
@@ -108,7 +108,6 @@ def test_who_says_what_is_no_request_is_heard_no_longer_and_nobody_else_notices(
         '[[0,"GET","/livez",0]]\n',
         b"",
         b"no heads",
-        b".no heads",
         b"{}\n",
         b'[[0,"GET","/livez",4]]more',
         b'[[0,"GET","/livez",0]]\nmore',
@@ -163,7 +162,7 @@ def test_a_step_is_taken_once_though_its_client_lost_the_connection_meanwhile(un
 def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(
     unruly, channel, monkeypatch, limit, value
 ):
-    monkeypatch.setattr(f"envgym.remote.links.{limit}", value)
+    monkeypatch.setattr(f"envgym.remote.channel.{limit}", value)
     requests = 3000
 
     async def main() -> None:
@@ -197,53 +196,52 @@ def test_a_client_that_takes_no_answers_is_read_no_further_and_holds_up_nobody(
     asyncio.run(main())
 
 
-def test_a_channel_holds_no_more_of_what_is_not_whole_than_its_largest_message(unruly, channel):
+def test_an_answer_that_is_too_large_for_a_channel_is_had_over_http_and_its_step_is_taken_once(start, channel):
+    server = start("patient.py:PatientSpec")
+    large = step(0, "x" * 300_000)
+
     async def main() -> None:
-        async with unruly() as (url, _, _), channel(url) as asking, channel(url) as other:
-            with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                for _ in range(20):
-                    await asking.socket.send_bytes(b"+" + b"x" * 2**18)
-            while not asking.socket.closed:  # pongs come before its end
-                await asking.socket.receive(timeout=20)
-            assert (await other.ask("GET", "/livez"))[0] == 200
+        async with channel(server.url) as asking, aiohttp.ClientSession() as http:
+            assert (await asking.ask("POST", "/v1/sessions", opening("s")))[0] == 200
+            number = await asking.send("POST", "/v1/sessions/s/step", large)
+            assert json.loads((await asking.socket.receive_bytes()).strip()) == [[number, 413, "", 0]]
+            async with http.post(f"{server.url}/v1/sessions/s/step", json=large) as response:
+                assert (await response.json())["info"] == {"steps": 1}
+        async with envgym.make(server.url) as env:
+            await env.reset(seed=1)
+            for text in ("x" * 300_000, "x", "\n" * 200_000):
+                observation, *_ = await env.step(Action(text))
+                assert observation.text == text
 
     asyncio.run(main())
 
 
-def test_many_connections_together_hold_a_bounded_amount_of_what_is_not_whole(unruly, channel, monkeypatch):
+def test_bodies_that_are_not_whole_are_bounded_together(unruly, monkeypatch):
     """The one that has stood still the longest is given up: whoever goes on sending is answered."""
-    monkeypatch.setattr("envgym.remote.arriving.MAX_ARRIVING", 2**20)
-
-    def held() -> int:
-        return sum(len(each._parts) for each in Arriving._begun)
+    monkeypatch.setattr("envgym.remote.admission.MAX_ARRIVING", 2**20)
 
     async def main() -> None:
-        async with unruly() as (url, _, _), contextlib.AsyncExitStack() as clients:
-            idle = [await clients.enter_async_context(channel(url)) for _ in range(12)]
-            for each in idle:
-                await each.socket.send_bytes(b"+" + b"x" * 2**18)
-            for each in idle:  # until it has been read
-                await each.ask("GET", "/livez")
-            assert held() <= 2**20
-            message = json.dumps([[9, "POST", "/v1/sessions", len(json.dumps(opening("s")))]]).encode() + b"\n"
-            message += json.dumps(opening("s")).encode()
-            last = await clients.enter_async_context(channel(url))
-            await last.socket.send_bytes(b"+" + message[:20])
-            await last.socket.send_bytes(b"." + message[20:])
-            assert (await last.hear())[:2] == (9, 200)
-            with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                await idle[0].socket.send_bytes(b".")
-            while not idle[0].socket.closed:
-                await idle[0].socket.receive(timeout=20)
-            body = b'{"session_id": "t", "seed": 1}'
+        async with unruly() as (url, _, _):
             port = int(url.rpartition(":")[2])
-            slow, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {2**22}\r\n\r\n".encode() + body)
-            writer.write(b" " * (2**21))
+
+            async def begun(size: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + sent)
+                await asyncio.sleep(0.05)
+                return reader, writer
+
+            idle = [await begun(2**18 + 1, b" " * 2**18) for _ in range(6)]
+            body = json.dumps(opening("s")).encode()
+            reader, writer = await begun(len(body), body[:10])
+            writer.write(body[10:])
+            assert b"200" in await reader.readline()
+            idle[0][1].write(b" ")
+            assert b"429" in await idle[0][0].readline()
+            slow, its = await begun(2**22, b" " * 2**21)
             assert b"429" in await slow.readline()  # more by itself than all may have together
-            writer.close()
-        assert held() == 0
+            for _, each in [*idle, (reader, writer), (slow, its)]:
+                each.close()
 
     asyncio.run(main())
 
@@ -269,11 +267,11 @@ def unread(asking: Any) -> int:
 
 @pytest.mark.parametrize("then", ["it says nonsense", "it is silent"])
 def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channel, monkeypatch, then):
-    monkeypatch.setattr("envgym.remote.links.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("envgym.remote.channel.CLOSE_SECONDS", 0.2)
     if then == "it is silent":
-        monkeypatch.setattr("envgym.remote.links.MAX_REQUESTS", 100)
-        monkeypatch.setattr("envgym.remote.links.PING_SECONDS", 0.1)
-        monkeypatch.setattr("envgym.remote.application.CHANNEL_PING_SECONDS", 0.2)
+        monkeypatch.setattr("envgym.remote.channel.MAX_REQUESTS", 100)
+        monkeypatch.setattr("envgym.remote.channel.PING_SECONDS", 0.1)
+        monkeypatch.setattr("envgym.remote.channel.PING_SECONDS", 0.2)
 
     package = f"{Path(envgym.__file__).parent}/"
 
@@ -295,7 +293,7 @@ def test_nothing_is_kept_for_a_client_that_reads_nothing_any_more(unruly, channe
 
 
 def test_a_client_that_reads_nothing_any_more_does_not_keep_the_server_from_ending(unruly, channel, monkeypatch):
-    monkeypatch.setattr("envgym.remote.links.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("envgym.remote.channel.CLOSE_SECONDS", 0.2)
     monkeypatch.setattr("envgym.remote.application.SHUTDOWN_SECONDS", 1000)
 
     async def main() -> None:

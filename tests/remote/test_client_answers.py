@@ -16,8 +16,8 @@ from envgym import errors
 from envgym.errors import ConfigError, InvalidStep
 from envgym.remote import client, transport
 from envgym.remote.access import Access
-from envgym.remote.remote_tasks import PAGE, RemoteTasks
-from envgym.remote.transport import Counters, Full, HttpTransport, RemoteError, as_error
+from envgym.remote.remote_env import PAGE, RemoteTasks
+from envgym.remote.transport import Counters, Full, RemoteError, Transport, as_error
 from envgym.remote.wire import EnvList, ProblemBody, TaskPage
 from envgym.types import Action, Episode, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 
@@ -187,7 +187,7 @@ def test_an_action_that_json_cannot_carry_is_refused_and_is_no_step(game):
 
 def test_a_call_after_the_connection_was_closed_may_be_made_again_elsewhere():
     async def main() -> None:
-        closed = HttpTransport("http://127.0.0.1:1", Access({}), Counters())
+        closed = Transport("http://127.0.0.1:1", Access({}), Counters())
         await closed.close()
         with pytest.raises(RemoteError, match="was closed here") as raised:
             await closed.call("GET", "/livez", seconds=1)
@@ -201,7 +201,7 @@ def test_patience_counts_from_the_first_failure(monkeypatch):
     monkeypatch.setattr("envgym.remote.transport.FIRST_PAUSE", 0.02)
 
     async def main() -> None:
-        nobody = HttpTransport("http://127.0.0.1:1", Access({}), Counters())
+        nobody = Transport("http://127.0.0.1:1", Access({}), Counters())
         with pytest.raises(RemoteError) as raised:
             await nobody.call("GET", "/livez", seconds=60, patience=0.1)
         assert raised.value.kind == "connection"

@@ -16,11 +16,11 @@ from aiohttp import web
 import envgym.registry as registry
 from envgym.remote import remote_env, transport
 from envgym.remote.access import Access
-from envgym.remote.client import ServedEnvSpec
+from envgym.remote.client import RemoteEnvSpec
 from envgym.remote.transport import RemoteError
 from envgym.types import Action
 
-from .meddling import both_ways, meddling, pump
+from .meddling import both_ways, instead, meddling, pump
 from .test_client_faults import STEPS, counted, emptied, failures, roll
 
 
@@ -34,8 +34,8 @@ def nothing_left(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecor
     assert [record.getMessage() for record in caplog.get_records("call") if record.name == "asyncio"] == []
 
 
-def over_http(spec: ServedEnvSpec) -> bool:
-    channels = [replica.transport._asking for replica in spec.replicas._replicas]
+def over_http(spec: RemoteEnvSpec) -> bool:
+    channels = [replica.transport._asking for replica in spec.replicas.all]
     return not any(channel is not None and channel.is_open for channel in channels)
 
 
@@ -77,6 +77,24 @@ def test_where_the_websocket_is_refused_every_session_goes_over_http(game, statu
             assert failures(await roll(spec, tasks=2, retries=0, on_end=lambda: over_http(spec))) == {}
         assert await counted(game.url, "envgym_steps_total") == before + 8 * STEPS
         assert asked == 1
+
+    asyncio.run(main())
+
+
+def test_a_websocket_is_not_made_where_a_redirect_leads(game):
+    asked = []
+
+    async def noted(request, forward):
+        asked.append(request.path)
+        return await forward()
+
+    async def main() -> None:
+        async with meddling(game.url, noted) as there:
+            moved = web.Response(status=302, headers={"Location": f"{there}/v1/channel"})
+            async with meddling(game.url, instead(moved, "/v1/channel")) as url:
+                spec = registry.spec(url)
+                assert failures(await roll(spec, tasks=1, retries=0, on_end=lambda: over_http(spec))) == {}
+        assert asked == []
 
     asyncio.run(main())
 
@@ -176,7 +194,7 @@ def test_a_server_restarted_while_the_websocket_was_open_costs_its_sessions_and_
         async with registry.spec(server.url) as spec:
             env, other = spec.make(), spec.make()
             await env.reset(seed=1)
-            [replica] = spec.replicas._replicas
+            [replica] = spec.replicas.all
             first = replica.transport._asking
             server.process.kill()
             server.process.wait()
@@ -211,7 +229,7 @@ def test_a_server_that_freezes_with_sessions_in_a_step_fails_them_within_a_lease
             assert [error.kind for error in said] == ["connection"] * 4
             async with asyncio.timeout(2):
                 await asyncio.gather(*(env.close() for env in envs))
-            [replica] = spec.replicas._replicas
+            [replica] = spec.replicas.all
             assert (replica.taken, len(replica.leases)) == (0, 0)
             server.process.send_signal(signal.SIGCONT)
             assert await emptied(server.url)
@@ -236,7 +254,7 @@ def test_what_waits_for_the_websocket_may_give_up_before_it_comes_to_nothing(gam
                 async with asyncio.timeout(0.2):
                     await env.reset(seed=1)
             await env.close()
-            [replica] = spec.replicas._replicas
+            [replica] = spec.replicas.all
             dialling = replica.transport._dialling
             assert dialling is not None
             given_up.set()
@@ -257,7 +275,7 @@ def test_who_waits_for_a_websocket_that_is_given_up_fails_and_is_not_cancelled()
     async def main() -> None:
         silent = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        http = transport.HttpTransport(url, Access({}), transport.Counters())
+        http = transport.Transport(url, Access({}), transport.Counters())
         asking = [asyncio.create_task(http.call("POST", f"/v1/sessions/{n}/step", b"{}", seconds=9)) for n in range(20)]
         async with asyncio.timeout(30):
             while http._dialling is None:  # noqa: ASYNC110

@@ -80,7 +80,7 @@ async def roll(
     async with spec, asyncio.timeout(60):
         posed = [await spec.tasks("train").get(index) for index in range(tasks)]
         groups = await runner.play(posed, SamplingPlan("p", SamplingParams(max_tokens=4), 4), on_episode=on_episode)
-        for replica in spec.replicas._replicas:
+        for replica in spec.replicas.all:
             assert (replica.taken, len(replica.leases)) == (0, 0), replica.address
         assert on_end()
     for episode in (episode for group in groups for episode in [*group.episodes, *group.lost]):

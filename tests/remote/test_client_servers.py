@@ -86,7 +86,7 @@ def test_a_session_that_another_server_was_asked_for_is_not_kept_alive_on_the_fi
 
     async def main() -> None:
         async with registry.spec("game", urls=[frozen.url, game.url]) as spec:
-            first, second = spec.replicas._replicas
+            first, second = spec.replicas.all
             frozen.process.send_signal(signal.SIGSTOP)
             env = spec.make()
             await env.reset(seed=1)
@@ -107,7 +107,7 @@ def test_a_lease_that_ended_is_renewed_no_more(start):
         async with registry.spec(server.url) as spec:
             kept, left = spec.make(), spec.make()
             await asyncio.gather(kept.reset(seed=1), left.reset(seed=1))
-            [replica] = spec.replicas._replicas
+            [replica] = spec.replicas.all
             replica.leases.end(left._session)
             for _ in range(1200):
                 await asyncio.sleep(0.05)
@@ -164,7 +164,7 @@ def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(ga
     async def main() -> None:
         before = await counted(game.url, "envgym_sessions_opened_total")
         async with meddling(game.url) as other, registry.spec("game", urls=[game.url, other]) as spec:
-            first = spec.replicas._replicas[0]
+            first = spec.replicas.all[0]
             first.is_down()
             first.try_after(0)
             env = spec.make()
@@ -187,7 +187,7 @@ def test_a_server_that_came_back_with_other_tasks_is_refused_however_often_it_is
             server.process.kill()
             server.process.wait()
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", "n=3")
-            spec.replicas._replicas[0].is_down()
+            spec.replicas.all[0].is_down()
             for _ in range(2):
                 env = spec.make()
                 with pytest.raises(RemoteError, match="serves other tasks") as raised:
@@ -232,7 +232,7 @@ def test_a_server_with_other_tasks_that_answers_late_is_given_nothing(game, star
     async def main() -> None:
         async with meddling(other.url, late) as url, registry.spec("game", urls=[url, game.url], timeout=0.5) as spec:
             await answered.wait()
-            [first, _] = spec.replicas._replicas
+            [first, _] = spec.replicas.all
             for _ in range(2):
                 assert first.description is None
                 first.try_after(0)
@@ -263,7 +263,7 @@ def test_those_who_wait_for_a_place_get_those_of_a_server_that_comes_back(start,
             await asyncio.to_thread(start, "GuessSpec", "limit.max_sessions=4", f"port={port}")
             async with asyncio.timeout(60):
                 await asyncio.gather(*begun)
-            assert [replica.taken for replica in spec.replicas._replicas] == [1, 4]
+            assert [replica.taken for replica in spec.replicas.all] == [1, 4]
             await asyncio.gather(*(env.close() for env in envs))
 
     asyncio.run(main())
@@ -343,7 +343,7 @@ def test_a_server_that_starts_again_is_waited_for_where_the_other_has_other_task
                 starting = asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", *more)
                 if server is other:
                     await starting
-                    spec.replicas._replicas[1].description = None  # its connection dropped
+                    spec.replicas.all[1].description = None  # its connection dropped
             task, _ = await asyncio.gather(spec.tasks("train").get(0), starting)
             assert task.id == "t0"
 

@@ -17,10 +17,10 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
+from envgym.remote.access import ANYONE
+from envgym.remote.admission import Limits
 from envgym.remote.application import Application
-from envgym.remote.limits import Limits
 from envgym.remote.server import serve
-from envgym.remote.tokens import ANYONE
 from envgym.remote.transport import RemoteError
 from envgym.remote.wire import Opening, Problem, Step
 from envgym.types import Action

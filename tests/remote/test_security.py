@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from envgym.errors import ConfigError
-from envgym.remote.tokens import Tokens
+from envgym.remote.access import Tokens
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef00"
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -127,15 +127,12 @@ def test_quotas_and_the_servers_own_limit_are_429_with_the_time_to_wait(guarded)
         status, problem, headers = await opened("a3", ALICE)
         assert (status, problem["type"]) == (429, "urn:envgym:problem:server-full")
         assert headers["Retry-After"] == "1"
-        batch = {"requests": [{"op": "open", **opening("b2")}]}
-        _, answers, _ = await ask(guarded.url, "POST", "/v1/batch", batch, BOB)
-        assert answers["answers"][0]["status"] == answers["answers"][0]["body"]["status"] == 429
         await ask(guarded.url, "DELETE", "/v1/sessions/b1", token=BOB)
         assert (await opened("b2", BOB))[0] == 200
         for name, token in (("b2", BOB), ("a1", ALICE), ("a2", ALICE)):
             await ask(guarded.url, "DELETE", f"/v1/sessions/{name}", token=token)
         _, metrics, _ = await ask(guarded.url, "GET", "/metrics", token=ALICE)
-        assert 'envgym_rejected_total{reason="quota-exceeded"} 2' in metrics["text"]
+        assert 'envgym_rejected_total{reason="quota-exceeded"} 1' in metrics["text"]
         assert 'envgym_rejected_total{reason="server-full"} 1' in metrics["text"]
         assert 'envgym_sessions{env="game"} 0' in metrics["text"]
 
@@ -155,41 +152,12 @@ def test_another_clients_session_does_not_exist(guarded):
         assert there[1]["detail"].replace("mine", "none") == nowhere[1]["detail"]
         assert (await request("POST", "/v1/sessions/heartbeat", {"session_ids": ["mine"]}, BOB))[1] == {"alive": []}
         assert (await request("DELETE", "/v1/sessions/mine", None, BOB))[0] == 204
-        batch = {"requests": [{"op": "close", "session_id": "mine"}]}
-        assert (await request("POST", "/v1/batch", batch, BOB))[0] == 200
         # Nor is the id taken: bob's session of the same id is another one, with another seed.
         assert (await request("POST", "/v1/sessions", opening("mine") | {"seed": 2}, BOB))[0] == 200
         status, stepped = await request("POST", "/v1/sessions/mine/step", step, ALICE)
         assert (status, stepped["info"]["turns"]) == (200, 1)
         for token in (ALICE, BOB):
             assert (await request("DELETE", "/v1/sessions/mine", None, token))[0] == 204
-
-    asyncio.run(main())
-
-
-def test_a_step_id_that_comes_again_with_another_action_is_refused_in_batches_too(guarded):
-    async def main() -> None:
-        def batch(*texts: str) -> dict[str, Any]:
-            return {
-                "requests": [
-                    {"op": "step", "session_id": f"t{number}", "step_id": 0, "action": {"text": text}}
-                    for number, text in enumerate(texts)
-                ]
-            }
-
-        opens = {"requests": [{"op": "open", **opening(f"t{number}")} for number in range(2)]}
-        for body in (opens, batch("a", "b")):
-            _, answers, _ = await ask(guarded.url, "POST", "/v1/batch", body, ALICE)
-            assert [answer["status"] for answer in answers["answers"]] == [200, 200]
-        _, answers, _ = await ask(guarded.url, "POST", "/v1/batch", batch("a", "other"), ALICE)
-        assert [answer["status"] for answer in answers["answers"]] == [200, 409]
-        assert answers["answers"][0]["body"]["info"]["turns"] == 1
-        assert answers["answers"][1]["body"]["type"] == "urn:envgym:problem:step-conflict"
-        twice = {"requests": [opens["requests"][0]] * 2}
-        assert (await ask(guarded.url, "POST", "/v1/batch", twice, ALICE))[0] == 422
-        closes = {"requests": [{"op": "close", "session_id": f"t{number}"} for number in range(2)]}
-        _, answers, _ = await ask(guarded.url, "POST", "/v1/batch", closes, ALICE)
-        assert answers["answers"] == [{"status": 204, "body": None}] * 2
 
     asyncio.run(main())
 
@@ -214,7 +182,7 @@ def test_a_body_that_is_too_large_or_too_slow_is_refused(guarded):
     nested = send(guarded.url, raw("/v1/sessions", kind, f"Content-Length: {len(deep)}", method="POST") + deep)
     assert nested.startswith(b"HTTP/1.1 422")
     expecting = send(
-        guarded.url, raw("/v1/batch", kind, "Expect: 100-continue", "Content-Length: 15", method="POST"), wait=0.3
+        guarded.url, raw("/v1/sessions", kind, "Expect: 100-continue", "Content-Length: 15", method="POST"), wait=0.3
     )
     assert expecting.startswith(b"HTTP/1.1 100 Continue")
 

@@ -21,7 +21,7 @@ from envgym.cli import main
 from envgym.cli.serve import make_specs, split_words
 from envgym.episodes.record import to_record
 from envgym.errors import ConfigError
-from envgym.remote.prometheus import Counter, Histogram
+from envgym.remote.metrics import Counter, Histogram
 from envgym.types import Episode, Outcome, Task
 
 GAME = Path(__file__).with_name("game.py")
@@ -61,7 +61,7 @@ def test_one_server_serves_several_environments_by_name():
 
         async def main() -> None:
             _, served = await ask(base, "GET", "/v1/envs")
-            assert (served["protocol"], served["version"], served["lease_seconds"]) == ("envgym", 3, 9.0)
+            assert (served["protocol"], served["version"], served["lease_seconds"]) == ("envgym", 4, 9.0)
             guess, dice = served["envs"]
             assert guess["splits"] == {
                 "train": {"size": 7, "error": None},
@@ -202,44 +202,7 @@ def test_an_environments_own_limit_is_answered_with_429_rather_than_a_wait(start
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Batches and groups
-
-
-def test_a_batch_is_carried_out_side_by_side_and_answered_as_single_requests_are(start):
-    server = start("GuessSpec", "meeting=50")
-
-    async def main() -> None:
-        names = [f"s{number}" for number in range(50)]
-        opens = [{"op": "open", "session_id": name, "seed": number} for number, name in enumerate(names)]
-        _, opened = await ask(server.url, "POST", "/v1/batch", {"requests": opens})
-        for number, answer in enumerate(opened["answers"]):
-            single = {"session_id": f"single{number}", "seed": number}
-            if number < 3:
-                assert (await ask(server.url, "POST", "/v1/sessions", single))[1] == answer["body"]
-            assert answer["status"] == 200
-        # The repeated request may also come by itself.
-        again = {"session_id": "s0", "seed": 0}
-        assert (await ask(server.url, "POST", "/v1/sessions", again))[1] == opened["answers"][0]["body"]
-        meet = [{"op": "step", "session_id": name, **step(0, "meet")} for name in names]
-        _, met = await ask(server.url, "POST", "/v1/batch", {"requests": meet})  # answered only if all are in it
-        assert [answer["body"]["info"]["turns"] for answer in met["answers"]] == [1] * 50
-        _, once = await ask(server.url, "POST", "/v1/sessions/s7/step", step(0, "meet"))
-        assert once == met["answers"][7]["body"]
-        mixed = [
-            {"op": "step", "session_id": "s0", **step(1, "raise")},
-            {"op": "close", "session_id": "s1"},
-            {"op": "step", "session_id": "nobody", **step(0, "0")},
-            {"op": "open", "session_id": "other", "env": "unknown", "seed": 1},
-            {"op": "step", "session_id": "s2", **step(1, "0")},
-        ]
-        status, answers = await ask(server.url, "POST", "/v1/batch", {"requests": mixed})
-        assert status == 200
-        assert [answer["status"] for answer in answers["answers"]] == [422, 204, 404, 404, 200]
-        assert answers["answers"][0]["body"]["error"] == "KeyError"
-        assert await ask(server.url, "POST", "/v1/batch", {"requests": []}) == (200, {"answers": []})
-        assert (await ask(server.url, "POST", "/v1/batch", {"requests": [{"op": "dance"}]}))[0] == 422
-
-    asyncio.run(main())
+# Groups
 
 
 def test_groups_are_judged_on_the_server_and_a_group_sent_again_is_not_judged_again(start):
@@ -295,7 +258,7 @@ def test_what_the_openapi_document_gives_as_examples_can_be_sent_as_it_is(unruly
                         example = body["content"]["application/json"]["example"]
                         assert (await ask(url, method.upper(), path, example))[0] == 200, path
                         sent.append(operation["operationId"])
-            assert sorted(sent) == ["batch", "heartbeat", "open", "score_group", "step"]
+            assert sorted(sent) == ["heartbeat", "open", "score_group", "step"]
             assert (spec.judged, spec.instances) == (1, 1)
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ import pytest
 import envgym.registry as registry
 from envgym.episodes.record import to_record
 from envgym.errors import CallTimeout
-from envgym.remote.limits import Limits
+from envgym.remote.admission import Limits
 from envgym.remote.wire import Group
 from envgym.types import Action, Episode, Outcome, Task
 
@@ -35,25 +35,6 @@ async def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, 
     async with aiohttp.ClientSession() as http, http.request(method, url + path, json=body) as response:
         text = await response.text()
         return response.status, json.loads(text) if "json" in response.content_type else text
-
-
-async def ask_in_a_batch(url: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    """As `ask`, in a batch with another request that is to be answered as ever."""
-    asked = dict(body or {})
-    match path.split("/")[3:]:
-        case []:
-            asked |= {"op": "open"}
-        case [session, "step"]:
-            asked |= {"op": "step", "session_id": session}
-        case [session]:
-            asked |= {"op": "close", "session_id": session}
-    status, answers = await ask(
-        url, "POST", "/v1/batch", {"requests": [asked, {"op": "close", "session_id": "nobody"}]}
-    )
-    assert status == 200
-    answer, other = answers["answers"]
-    assert other["status"] == 204
-    return answer["status"], answer["body"]
 
 
 def opening(session: str, **more: Any) -> dict[str, Any]:
@@ -105,7 +86,6 @@ def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_li
     async def main() -> None:
         async with channel(server.url) as asking, asyncio.timeout(60):
             await play(partial(ask, server.url))
-            await play(partial(ask_in_a_batch, server.url))
             await play(asking.ask)
             assert (await asking.ask("POST", "/v1/sessions", opening("last")))[0] == 200  # closed as the server ends
 
@@ -337,7 +317,7 @@ def test_a_step_or_reset_beyond_the_environments_own_limit_is_what_it_is_locally
 
 
 def test_a_connection_on_which_no_whole_request_comes_is_closed(unruly, monkeypatch):
-    monkeypatch.setattr("envgym.remote.connections.KEEPALIVE_SECONDS", 0.3)
+    monkeypatch.setattr("envgym.remote.admission.KEEPALIVE_SECONDS", 0.3)
 
     async def main() -> None:
         async with unruly() as (url, _, _), asyncio.timeout(60):
@@ -402,7 +382,7 @@ def test_what_takes_longer_than_a_server_may_drain_does_not_hold_it_up(unruly, c
 @pytest.mark.parametrize("way", ["http", "channel"])
 def test_the_last_session_of_a_server_that_ends_is_closed_without_a_failure(start, monkeypatch, way):
     if way == "http":
-        monkeypatch.setattr("envgym.remote.transport.HttpTransport._channel", no_channel)
+        monkeypatch.setattr("envgym.remote.transport.Transport._channel", no_channel)
     server = start(UNRULY, "limit.drain_seconds=1000", "close_seconds=0.2")
 
     async def main() -> None:

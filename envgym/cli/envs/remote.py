@@ -13,7 +13,7 @@ from envgym.errors import ConfigError, NameNotFound, did_you_mean
 
 if TYPE_CHECKING:
     from envgym.remote.client import RemoteEnvSpec
-    from envgym.remote.registered import Scope
+    from envgym.remote.named import Scope
 
 
 def add_main(arguments: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def add_main(arguments: Sequence[str]) -> int:
 
     from envgym import registry
     from envgym.loading import names_file
-    from envgym.remote import registered
+    from envgym.remote import named
     from envgym.remote.client import RemoteEnvSpec
 
     if names_file(options.name) or ":" in options.name:
@@ -43,16 +43,16 @@ def add_main(arguments: Sequence[str]) -> int:
     name = registry.check_beside(options.name, registry.list_ids())
     files = {"token_file": options.token_file, "ca_file": options.ca_file}
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
-    entry = registered.Registered(urls=tuple(options.urls), **absolute)
+    entry = named.Registered(urls=tuple(options.urls), **absolute)
     description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
-    known = name in registered.read(scope)
-    path = registered.add(scope, name, entry)
+    known = name in named.read(scope)
+    path = named.add(scope, name, entry)
     print(description)
     print(f"{'replaced' if known else 'added'} {name} in {path}")
-    found, problems = registered.readable()
+    found, problems = named.readable()
     if found[name] != entry:
-        problems.append(f"here {registered.file_of('project')} has another {name}, which counts")
+        problems.append(f"here {named.file_of('project')} has another {name}, which counts")
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
@@ -69,15 +69,15 @@ def remove_main(arguments: Sequence[str]) -> int:
     _add_scope(parser)
     options = parser.parse_without_words(arguments, "removing takes no settings")
 
-    from envgym.remote import registered
+    from envgym.remote import named
 
     asked: Scope | None = "user" if options.user else "project" if options.project else None
-    scope = asked or registered.scope_of(options.name)
-    if scope is None or options.name not in registered.read(scope):
-        known = registered.registered() if asked is None else registered.read(asked)
+    scope = asked or named.scope_of(options.name)
+    if scope is None or options.name not in named.read(scope):
+        known = named.registered() if asked is None else named.read(asked)
         there_is = did_you_mean(options.name, known) or (f" There is {', '.join(sorted(known))}." if known else "")
         raise NameNotFound(f"no remote environment is called {options.name!r}.{there_is}")
-    print(f"removed {options.name} from {registered.remove(scope, options.name)}")
+    print(f"removed {options.name} from {named.remove(scope, options.name)}")
     return 0
 
 

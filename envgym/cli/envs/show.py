@@ -26,7 +26,7 @@ def list_main(arguments: Sequence[str]) -> int:
     parser.parse_with_words(arguments)
 
     from envgym import registry
-    from envgym.remote.registered import readable
+    from envgym.remote.named import readable
 
     remote, problems = readable()
     for problem in problems:

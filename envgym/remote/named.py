@@ -26,7 +26,7 @@ HEADER = "# Remote environments by their names; written by `envgym envs add` and
 
 
 class Registered(BaseModel):
-    """Where a named environment is served, and what its servers are shown."""
+    """The addresses of a named environment, and what its servers are shown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ def registered() -> dict[str, Registered]:
 
 
 def readable() -> tuple[dict[str, Registered], list[str]]:
-    """As `registered`, of the files that can be used; and what is wrong with the others."""
+    """The names in those files that can be used, and what is wrong with the others."""
     found: dict[str, Registered] = {}
     problems: list[str] = []
     scopes: tuple[Scope, ...] = ("user", "project")
@@ -72,13 +72,13 @@ def readable() -> tuple[dict[str, Registered], list[str]]:
 
 
 def scope_of(name: str) -> Scope | None:
-    """Where `name` is found."""
+    """The scope in which `name` is found."""
     scopes: tuple[Scope, ...] = ("project", "user")
     return next((scope for scope in scopes if name in read(scope)), None)
 
 
 def read(scope: Scope) -> Mapping[str, Registered]:
-    """What is registered in `scope`. A relative path in the file counts from the file's folder."""
+    """The names in `scope`. A relative path in the file counts from the file's folder."""
     path = file_of(scope)
     try:
         status = path.stat()
@@ -119,8 +119,8 @@ def _with_paths(entry: Registered, folder: Path) -> Registered:
     )
 
 
-def _change(scope: Scope, name: str, said: dict[str, Any] | None) -> Path:
-    """Write down what is `said` of `name`, or with None nothing any more; the others stay as they are written."""
+def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
+    """Write `entry` for `name`, or remove the name with None; the others stay as they are written."""
     import yaml
 
     path = file_of(scope)
@@ -130,11 +130,11 @@ def _change(scope: Scope, name: str, said: dict[str, Any] | None) -> Path:
             read(scope)  # what cannot be read is not written over
             text = path.read_text(encoding="utf-8") if path.exists() else HEADER
             entries = dict((yaml.safe_load(text) or {}).get("environments", {}))
-            if said is None:
+            if entry is None:
                 del entries[name]
             else:
-                entries[name] = said
-            write_atomically(path, _edited(text, name, said, {"environments": entries}))
+                entries[name] = entry
+            write_atomically(path, _edited(text, name, entry, {"environments": entries}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
@@ -152,7 +152,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _edited(text: str, name: str, said: dict[str, Any] | None, wanted: dict[str, Any]) -> str:
+def _edited(text: str, name: str, entry: dict[str, Any] | None, wanted: dict[str, Any]) -> str:
     """`text` with the lines of `name` changed, so that it holds what is `wanted`; anew where entries have no lines of
     their own."""
     import yaml
@@ -164,7 +164,7 @@ def _edited(text: str, name: str, said: dict[str, Any] | None, wanted: dict[str,
         where = {key.value: (key.start_mark.line, _last_line(value) + 1) for key, value in found.value}
         behind = max(end for _, end in where.values())
         begin, end = where.get(name, (behind, behind))
-        block = "" if said is None else _dumped({name: said})
+        block = "" if entry is None else _dumped({name: entry})
         indent = " " * found.value[0][0].start_mark.column
         lines[begin:end] = [indent + line for line in block.splitlines()]
         edited = "\n".join(lines) + "\n"

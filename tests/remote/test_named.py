@@ -19,7 +19,7 @@ from envgym.evaluation.folder import EvalFolder, find_folder
 from envgym.evaluation.policy import new_evaluation, run_evaluation
 from envgym.evaluation.suite import find_suite
 from envgym.monitoring.display import Display
-from envgym.remote import registered
+from envgym.remote import named
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TOKEN = "secret-0123456789abcdef"
@@ -79,9 +79,9 @@ def test_the_projects_name_counts_before_the_users(game, start, tmp_path):
     status, out, _ = run("add", "numbers", game.url, f"{other.url}/game", "--project")
     assert status == 0
     assert str(tmp_path / "project/envgym.yaml") in out
-    assert registered.registered()["numbers"].urls == (game.url, f"{other.url}/game")
+    assert named.registered()["numbers"].urls == (game.url, f"{other.url}/game")
     assert run("remove", "numbers")[0] == 0
-    assert registered.registered()["numbers"].urls == (f"{game.url}/game",)
+    assert named.registered()["numbers"].urls == (f"{game.url}/game",)
 
 
 def test_only_the_path_of_a_token_is_written_down(start, tmp_path):
@@ -136,7 +136,7 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
 
 
 def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game, tmp_path):
-    registered.add("user", "numbers", registered.Registered(urls=(f"{game.url}/game",)))
+    named.add("user", "numbers", named.Registered(urls=(f"{game.url}/game",)))
     Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
     status, out, err = run("list")
     assert status == 0
@@ -159,7 +159,7 @@ def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game
 
 
 def test_a_name_has_either_versions_or_none(game):
-    registered.add("user", "far", registered.Registered(urls=(f"{game.url}/game",)))
+    named.add("user", "far", named.Registered(urls=(f"{game.url}/game",)))
     status, _, err = run("add", "far-v2", f"{game.url}/game", "--project")
     assert (status, "beside 'far': give all of a name's ids a version, or none" in err) == (2, True)
     entries = {"far-v2": {"urls": ["http://127.0.0.1:1/x"]}, "far": {"urls": ["http://127.0.0.1:2/x"]}}
@@ -196,25 +196,25 @@ environments:
 def test_the_lines_of_others_stay_as_they_are():
     file = Path("envgym.yaml")
     file.write_text(SHARED)
-    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
+    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:3/x",)))
     mine = "  mine:\n    urls:\n    - http://127.0.0.1:3/x\n"
     assert file.read_text() == SHARED.replace("\n\n#", f"\n{mine}\n#")
-    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:4/x",)))
+    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:4/x",)))
     assert file.read_text() == SHARED.replace("\n\n#", f"\n{mine.replace(':3', ':4')}\n#")
-    registered.remove("project", "mine")
+    named.remove("project", "mine")
     assert file.read_text() == SHARED
-    registered.remove("project", "big")
+    named.remove("project", "big")
     assert "# the small one\n  small: {urls: [" in file.read_text()
-    assert set(registered.read("project")) == {"small"}
-    registered.remove("project", "small")
-    assert registered.read("project") == {}
-    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
-    assert set(registered.read("project")) == {"mine"}
+    assert set(named.read("project")) == {"small"}
+    named.remove("project", "small")
+    assert named.read("project") == {}
+    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:3/x",)))
+    assert set(named.read("project")) == {"mine"}
 
 
 def test_entries_without_lines_of_their_own_are_written_anew_as_they_are():
     Path("envgym.yaml").write_text("environments: {far: {urls: ['http://127.0.0.1:1/x'], token_file: keys/far}}")
-    registered.add("project", "mine", registered.Registered(urls=("http://127.0.0.1:3/x",)))
+    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:3/x",)))
     written = yaml.safe_load(Path("envgym.yaml").read_text())["environments"]
     assert written["far"] == {"urls": ["http://127.0.0.1:1/x"], "token_file": "keys/far"}
     assert written["mine"] == {"urls": ["http://127.0.0.1:3/x"]}
@@ -222,12 +222,12 @@ def test_entries_without_lines_of_their_own_are_written_anew_as_they_are():
 
 def test_names_that_are_added_at_once_are_all_there():
     code = (
-        "import sys; from envgym.remote import registered as r\n"
+        "import sys; from envgym.remote import named as r\n"
         "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.Registered(urls=('http://127.0.0.1:1/x',)))"
     )
     children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "ab"]
     assert [child.wait(60) for child in children] == [0, 0]
-    assert len(registered.read("user")) == 60
+    assert len(named.read("user")) == 60
 
 
 def test_a_relative_token_file_counts_from_the_file_that_names_it(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from envgym.env import EnvSpec
+from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
 from envgym.isolation.cancellation import is_shutdown
@@ -18,11 +19,12 @@ from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
 
 from .encoding import encode
-from .limits import Limits
-from .prometheus import ServerMetrics
+from .metrics import ServerMetrics
 from .wire import EnvDescription, Group, Problem, Split, TaskPage, TaskQuery, Verdict, Verdicts
 
 SPLITS = ("train", "test")
+HASHED, HASH_SECONDS = 5, 5.0
+"""Tasks of a split that are hashed, and how long they may take to be read."""
 KEPT_VERDICTS = 256
 """Judgements kept for groups that are sent again: judges may be slow and dear."""
 
@@ -30,38 +32,59 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Hosted:
+class ServedEnv:
     """One environment under its name on the server, with what the server does around every call of it."""
 
-    def __init__(self, name: str, spec: EnvSpec, limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, name: str, spec: EnvSpec, call_seconds: float, metrics: ServerMetrics) -> None:
         self.name = name
         self.spec = spec
-        self._limits = limits
+        self._call_seconds = call_seconds
         self._metrics = metrics
+        self._task_hashes: dict[str, str] = {}
         self._verdicts: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
 
-    def describe(self) -> EnvDescription:
+    async def describe(self) -> EnvDescription:
         parts = self.spec.parts()
         return EnvDescription(
             name=self.name,
             id=_without_folder(self.spec.id),
             about=_sendable(self.spec.about),
             agent=self.spec.agent,
-            splits={split: self._split(split) for split in SPLITS},
+            splits={split: await self._split(split) for split in SPLITS},
             services={name: type(service).__name__ for name, service in self.spec.services.items()},
             concurrency=self.spec.concurrency_bound(),
             scores_groups=any(type(part).score_group is not EnvSpec.score_group for part in parts),
             fingerprint=self.spec.fingerprint(),
         )
 
-    def _split(self, name: str) -> Split:
+    async def _split(self, name: str) -> Split:
         try:
-            return Split(size=self.spec.tasks(name).size)
+            tasks = self.spec.tasks(name)
+            if name not in self._task_hashes:
+                self._task_hashes[name] = await self._hash(tasks)
+            return Split(size=tasks.size, tasks=self._task_hashes[name])
         except BaseException as error:  # no held-out file, say: the other split is still of use
             if is_shutdown(error):
                 raise
             ours = isinstance(error, EnvgymError)
-            return Split(error=_said(error) if ours else f"{type(error).__name__}: {_said(error)}")
+            return Split(error=_message(error) if ours else f"{type(error).__name__}: {_message(error)}")
+
+    async def _hash(self, tasks: TaskSet) -> str:
+        """A hash of some tasks, by which servers of the same ones are told; empty where a task cannot be sent."""
+        size = HASHED if tasks.size is None else tasks.size
+        indices = sorted({index * max(size - 1, 0) // (HASHED - 1) for index in range(HASHED)}) if size else []
+        try:
+            async with asyncio.timeout(HASH_SECONDS):
+                page = tuple([await tasks.get(index) for index in indices])
+            # Their prompts: fields may hold paths of this machine.
+            page = tuple(dataclasses.replace(task, answer=None, fields={}) for task in page)
+            content = encode(TaskPage(split="", start=0, tasks=page))
+        except BaseException as error:
+            if is_shutdown(error):
+                raise
+            logger.debug("%s: no hash of its tasks", self.name, exc_info=error)
+            return ""
+        return hashlib.sha256(content).hexdigest()[:16]
 
     async def page(self, query: TaskQuery) -> bytes:
         """The tasks that are asked for, an encoded `TaskPage`."""
@@ -75,7 +98,7 @@ class Hosted:
         return await self.call(read(), f"tasks {query.start} to {query.start + query.count} of {query.split}")
 
     async def score_group(self, client: str, group: Group, body: bytes) -> bytes:
-        """What the environment says of a group, encoded `Verdicts`; what it said before to a `body` sent again."""
+        """The environment's judgement of a group, encoded `Verdicts`; the same one for a `body` that is sent again."""
         key = hashlib.sha256(client.encode() + b"\0" + body).digest()
         judging = self._verdicts.get(key)
         if judging is None:
@@ -101,12 +124,12 @@ class Hosted:
                 raise InvalidStep(
                     f"{self.spec.id}: score_group must say one thing for each of {len(episodes)} episodes"
                 )
-            return encode(Verdicts(verdicts=tuple(self._verdict(said) for said in judged)))
+            return encode(Verdicts(verdicts=tuple(self._verdict(each) for each in judged)))
 
         return await self.call(decide(), "score_group", self._metrics.group_seconds.observe)
 
-    def _verdict(self, said: object) -> Verdict:
-        judged = as_judgement(said)
+    def _verdict(self, found: object) -> Verdict:
+        judged = as_judgement(found)
         if isinstance(judged, Exception):
             return Verdict(problem=self.raised(judged, "score_group").body)
         number = None if judged.reward is None else float(judged.reward)
@@ -118,7 +141,7 @@ class Hosted:
         """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline = asyncio.timeout(self._limits.call_seconds)
+        deadline = asyncio.timeout(self._call_seconds)
         try:
             async with deadline:
                 return await work
@@ -129,7 +152,7 @@ class Hosted:
                 raise
             if deadline.expired():
                 self._metrics.failures.add(self.name, "environment-timeout")
-                detail = f"{what}: no answer within {self._limits.call_seconds:g} s"
+                detail = f"{what}: no answer within {self._call_seconds:g} s"
                 raise Problem(504, "environment-timeout", detail) from None
             raise self.raised(error, what) from None
         finally:
@@ -137,19 +160,19 @@ class Hosted:
                 observe(self.name, loop.time() - began)
 
     def raised(self, error: BaseException, what: str) -> Problem:
-        """What the environment raised, for its client. That it raised is no fault of the server (no 5xx): with other
-        actions it may well go on."""
+        """The problem for an exception of the environment. That is no fault of the server (no 5xx): with other actions
+        the environment may well go on."""
         kind = type(error).__name__
         self._metrics.failures.add(self.name, kind)
-        said = _said(error)
+        message = _message(error)
         if isinstance(error, EnvgymError):
-            logger.warning("%s: %s raised %s: %s", self.name, what, kind, said)
+            logger.warning("%s: %s raised %s: %s", self.name, what, kind, message)
         else:
             logger.error("%s: %s raised", self.name, what, exc_info=error)
         more: dict[str, Any] = {}
         if isinstance(error, InvalidOutcome):
             more = {"failure": error.kind, "retryable": error.retryable}
-        return Problem(422, "environment-error", said, error=kind, **more)
+        return Problem(422, "environment-error", message, error=kind, **more)
 
 
 def _episode(number: int, record: dict[str, Any]) -> Episode:
@@ -160,7 +183,7 @@ def _episode(number: int, record: dict[str, Any]) -> Episode:
         raise Problem(422, "invalid-request", detail) from None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return _sendable(str(error))
     except Exception:

@@ -1,0 +1,223 @@
+"""The channel: requests and answers over one WebSocket, many at once and each answered when it is done.
+
+A binary message holds some of them: a line of JSON that lists their heads, and behind it their bodies, one after the
+other. Requests are those of `routes`, and may be sent again over another connection, or over HTTP.
+
+A body of more than `CHANNEL_BODY` bytes goes over HTTP, since it would hold up all others: a request with one is sent
+there at once, and one with such an answer is answered with 413 and sent again there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, Generic, TypeVar
+
+import aiohttp
+from aiohttp import web
+from pydantic import Field, TypeAdapter
+
+from .wire import Answer, Method
+
+CHANNEL_PATH = "/v1/channel"
+CHANNEL_BODY, FULL_COUNT = 2**18, 16
+"""Bytes and requests after which a message gets no further one: while one end reads it, the other fills the next."""
+MAX_MESSAGE = 4 * CHANNEL_BODY
+"""Bytes of the largest message, with room to spare: one that is full but for a byte, another body, and their heads."""
+PING_SECONDS = 30.0
+"""Interval of the server's and the client's pings. A server that stands still is noticed sooner, by its sessions'
+leases."""
+MAX_REQUESTS = 2**15
+"""Requests of one connection that are carried out at once: more than one client has sessions, by far."""
+MAX_UNSENT = 2**26
+"""Bytes of the answers that wait to be sent on one connection before no more is read there."""
+CLOSE_SECONDS = 2.0
+"""Seconds the other end may take to answer the end of a connection, and to take what is still to be sent."""
+
+Length = Annotated[int, Field(ge=0)]
+AskHead = tuple[int, Method, str, Length]
+"""A request's number, which is the connection's own, its method, its path with the query, and its body's length."""
+AnswerHead = tuple[int, int, str, Length]
+"""The number of the request that is answered, status, content type, and the body's length."""
+_ASKS: TypeAdapter[list[AskHead]] = TypeAdapter(list[AskHead])
+_ANSWERS: TypeAdapter[list[AnswerHead]] = TypeAdapter(list[AnswerHead])
+
+H = TypeVar("H", AskHead, AnswerHead)
+Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+CarryOut = Callable[[str, str, bytes], Awaitable[Answer]]
+"""Answers a request: its method, its path with the query, and its body. Every error is an answer."""
+
+
+async def end(socket: Socket, code: int = aiohttp.WSCloseCode.OK, transport: asyncio.Transport | None = None) -> None:
+    """Close a connection, also one whose other end reads nothing any more: both it and the `transport` below it, where
+    that is known, would wait for that for ever."""
+    if transport is not None:
+        asyncio.get_running_loop().call_later(CLOSE_SECONDS, transport.abort)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await socket.close(code=code)
+
+
+def server_socket() -> web.WebSocketResponse:
+    """The server's end of a channel, to be prepared."""
+    return web.WebSocketResponse(
+        timeout=CLOSE_SECONDS,
+        heartbeat=PING_SECONDS,
+        max_msg_size=MAX_MESSAGE,
+        compress=False,  # nothing that is sent grows in memory
+    )
+
+
+def _pack(heads: TypeAdapter[list[H]], items: Sequence[tuple[H, bytes]]) -> bytes:
+    return b"".join([heads.dump_json([head for head, _ in items]), b"\n", *(body for _, body in items)])
+
+
+def _unpack(heads: TypeAdapter[list[H]], message: bytes) -> Iterator[tuple[H, bytes]]:
+    """The heads and the bodies of a message. Raises `ValueError` for one that is none, before the first is given."""
+    line, newline, _ = message.partition(b"\n")
+    found = heads.validate_json(line, strict=True)
+    ends = list(itertools.accumulate((head[3] for head in found), initial=len(line) + len(newline)))
+    if ends[-1] != len(message):
+        raise ValueError("the bodies are not as long as their heads say")
+    return ((head, message[begin:end]) for head, begin, end in zip(found, ends, ends[1:], strict=False))
+
+
+class _Outbox(Generic[H]):
+    """Sends together what is put into it in the same turn of the event loop, or while a message is being written."""
+
+    def __init__(self, socket: Socket, heads: TypeAdapter[list[H]], on_broken: Callable[[], None]) -> None:
+        self._socket = socket
+        self._heads: TypeAdapter[list[H]] = heads
+        self._on_broken = on_broken
+        self.items: list[tuple[H, bytes]] = []
+        self.size = 0
+        """Bytes that wait."""
+        self.writing: asyncio.Task[None] | None = None
+
+    def put(self, head: H, body: bytes) -> None:
+        self.size += len(body)
+        self.items.append((head, body))
+        if self.writing is None:
+            self.writing = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        try:
+            while self.items:
+                await self._socket.send_bytes(_pack(self._heads, self._next()))
+        except (aiohttp.ClientError, ConnectionError):
+            self.items.clear()
+            self.size = 0
+            self._on_broken()
+        finally:
+            self.writing = None
+
+    def _next(self) -> list[tuple[H, bytes]]:
+        items, size, number = self.items, 0, 0
+        for number, (_, body) in enumerate(items, 1):
+            size += len(body)
+            if number == FULL_COUNT or size >= CHANNEL_BODY:
+                break
+        self.size -= size
+        self.items = items[number:]
+        return items[:number]
+
+
+class Asking:
+    """The client's end. `is_open` until the connection ends, however it does."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.is_open = True
+        self._socket = socket
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._outbox = _Outbox(socket, _ASKS, self._end)
+
+    async def ask(self, method: Method, target: str, body: bytes) -> Answer:
+        """The answer to a request. Raises `ConnectionError` where the connection ends before it."""
+        if not self.is_open:
+            raise ConnectionError("the connection dropped")
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._outbox.put((number, method, target, len(body)), body)
+        try:
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    async def listen(self) -> bool:
+        """Hand on the answers until the connection ends. Returns whether there was one; raises `ValueError` for a
+        message that is none."""
+        received = False
+        try:
+            async for message in self._socket:
+                if message.type is aiohttp.WSMsgType.TEXT or isinstance(message.data, aiohttp.WebSocketError):
+                    raise ValueError("not a message of a channel")
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break  # no answer to a ping
+                for (number, status, content_type, _), content in _unpack(_ANSWERS, message.data):
+                    waiting = self._waiting.get(number)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(Answer(status, content_type, content))
+                received = True
+                await asyncio.sleep(0)  # who was answered asks on, and the server works meanwhile
+        finally:
+            self._end()
+            await end(self._socket)
+        return received
+
+    def _end(self) -> None:
+        self.is_open = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionError("the connection dropped"))
+
+
+class Answering:
+    """The server's end, each request in a task of its own: what was begun goes on when the connection ends, and is
+    waited for when the request comes again over another.
+
+    While `MAX_REQUESTS` are carried out, or their answers not taken, or `MAX_UNSENT` bytes, the others wait unread.
+    """
+
+    def __init__(self, socket: web.WebSocketResponse, carry_out: CarryOut) -> None:
+        self._socket = socket
+        self._carry_out = carry_out
+        self._working: set[asyncio.Task[None]] = set()
+        self._outbox = _Outbox(socket, _ANSWERS, lambda: None)
+
+    async def run(self) -> None:
+        """Answer until the connection ends. Raises `ValueError` for a message that is no request."""
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                return
+            for head, body in _unpack(_ASKS, message.data):
+                task = asyncio.create_task(self._answer(head, body))
+                self._working.add(task)
+                task.add_done_callback(self._working.discard)
+            await asyncio.sleep(0)  # begin, and send what is done: the other end then works at the same time
+            while self._is_full and not self._socket.closed:  # which wakes nobody here
+                await asyncio.wait(self._busy, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def finish(self) -> None:
+        """Wait until what was asked is answered, and sent."""
+        while self._busy and not self._socket.closed:
+            await asyncio.wait(self._busy)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._working) + len(self._outbox.items) > MAX_REQUESTS or self._outbox.size > MAX_UNSENT
+
+    @property
+    def _busy(self) -> list[asyncio.Task[None]]:
+        return [*self._working, *([] if self._outbox.writing is None else [self._outbox.writing])]
+
+    async def _answer(self, head: AskHead, body: bytes) -> None:
+        number, method, target, _ = head
+        answer = await self._carry_out(method, target, body)
+        if len(answer.content) > CHANNEL_BODY:
+            answer = Answer(413, "", b"")
+        if not self._socket.closed:
+            self._outbox.put((number, answer.status, answer.content_type, len(answer.content)), answer.content)

@@ -1,0 +1,350 @@
+"""Servers that register: `envgym serve E --register URL` announces a server to a trainer, which then dials it.
+
+A registration is one request to the address where the trainer listens (`env.listen`), and a lease: it is sent again and
+again, so that a trainer that was restarted soon knows of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from envgym.errors import ConfigError, EnvgymError
+
+from .access import ANYONE, Access, Address, Client, Tokens, access, parse_address
+from .admission import SERVER, Connections, parse, problem_response, read_json, refuse_web_pages
+from .encoding import encode
+from .listening import is_loopback, listen, tls_context
+from .replicas import Replica, Replicas
+from .transport import Counters, RemoteError, Transport
+from .wire import VERSION, Problem, Registered, Registration
+
+PATH = "/v1/servers"
+LEASE_SECONDS = 20.0
+"""After so long without a registration a server gets no new sessions."""
+RENEWALS = 4
+"""Registrations that a server sends within a lease."""
+ANSWER_SECONDS = 60.0
+"""Time limit for a trainer to answer a registration: it asks the server first what it serves."""
+MAX_REGISTRATION, BODY_SECONDS = 2**14, 10.0
+"""Bytes of the largest registration, and how long it may take to arrive."""
+
+logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The trainer's side
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The settings of a listener: an address HOST:PORT, the hosts that are dialled, tokens and TLS."""
+
+    address: str
+    allow: tuple[str, ...]
+    token_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+
+    @property
+    def url(self) -> str:
+        return f"{'http' if self.tls_cert is None else 'https'}://{self.address}"
+
+    def allows(self, host: str) -> bool:
+        """Tell whether `host` is one of those in `allow`: names, addresses, and networks as `10.0.0.0/8`."""
+        if host.lower() in (entry.lower() for entry in self.allow):
+            return True
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(host)
+            networks = [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
+            return any(address in network for network in networks)
+        return False
+
+
+_Key = tuple[str, str]
+"""The token's name and the URL of a server."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A server that registered, by its process; `timer` ends its lease."""
+
+    replica: Replica
+    instance: str
+    timer: asyncio.TimerHandle | None = None
+
+
+class RegisteredServers:
+    """The registrations of one environment: each server is asked what it serves and taken into the `replicas`, and left
+    out when it says so or its lease runs out."""
+
+    def __init__(self, replicas: Replicas, name: str, shown: Access, counters: Counters, what: str) -> None:
+        self._replicas = replicas
+        self._name = name
+        self._shown = shown
+        self._counters = counters
+        self._what = what
+        self._named = {replica.address.server for replica in replicas.all}
+        self._members: dict[_Key, _Member] = {}
+        self._dialling: dict[_Key, asyncio.Task[None]] = {}
+        self._problems: dict[_Key, str] = {}
+
+    async def register(self, registration: Registration, client: Client) -> str:
+        """Take a server in, renew its lease, or let it go. Returns why it is not used; empty where it is."""
+        if registration.url in self._named:
+            return ""  # it is used anyway
+        key = client.name, registration.url  # so that no server can take another's place
+        if registration.leaving:
+            self._leave_out(key, "takes no new sessions")
+            return ""
+        member = self._members.get(key)
+        if member is None or member.instance != registration.instance:
+            if key not in self._dialling:
+                self._dialling[key] = asyncio.create_task(self._take_in(key, registration, client))
+                self._dialling[key].add_done_callback(lambda _: self._dialling.pop(key))
+            try:
+                await asyncio.shield(self._dialling[key])
+            except EnvgymError as error:
+                if self._problems.get(key) != str(error):
+                    logger.warning("%s: %s registered and is left out: %s", self._what, registration.url, error)
+                self._problems[key] = str(error)
+                return f"{self._what}: {error}"
+            self._problems.pop(key, None)
+        member = self._members.get(key)
+        if member is not None:  # else it has left meanwhile
+            if member.timer is not None:
+                member.timer.cancel()
+            silent = f"has not registered for {LEASE_SECONDS:g} s"
+            member.timer = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._leave_out, key, silent)
+        return ""
+
+    async def _take_in(self, key: _Key, registration: Registration, client: Client) -> None:
+        self._leave_out(key, "was started anew")
+        transport = Transport(registration.url, self._shown, self._counters)
+        address = Address(registration.url, self._name)
+        replica = Replica(address, transport, registration.weight, client.max_sessions)
+        try:
+            await replica.describe()
+            self._replicas.add(replica)
+        except BaseException:
+            await replica.close()
+            raise
+        self._members[key] = _Member(replica, registration.instance)
+        logger.warning("%s: %s is used, with room for %s sessions", self._what, registration.url, replica.room)
+
+    def _leave_out(self, key: _Key, why: str) -> None:
+        member = self._members.pop(key, None)
+        if member is not None:
+            logger.warning("%s: %s %s", self._what, key[1], why)
+            if member.timer is not None:
+                member.timer.cancel()
+            self._replicas.retire(member.replica)
+
+    async def close(self) -> None:
+        for member in self._members.values():
+            if member.timer is not None:
+                member.timer.cancel()
+        for task in self._dialling.values():
+            task.cancel()
+        if self._dialling:
+            await asyncio.wait(list(self._dialling.values()))
+
+
+class Listener:
+    """One address where servers register, for all environments of an event loop that name it."""
+
+    _locks: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]] = WeakKeyDictionary()
+    """Held while a listener is opened or closed: an address is free once the listener there has closed."""
+    _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Listener]]] = WeakKeyDictionary()
+
+    def __init__(self, settings: Listening) -> None:
+        self._settings = settings
+        self._tokens = None if settings.token_file is None else Tokens.read(settings.token_file.expanduser())
+        self._environments: list[RegisteredServers] = []
+        self._runner = web.ServerRunner(Connections(self._handle, MAX_REGISTRATION), shutdown_timeout=1.0)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def subscribed(cls, servers: RegisteredServers, settings: Listening) -> AsyncIterator[None]:
+        """Hand registrations on to `servers`.
+
+        Raises `ConfigError` for an address that is taken, unknown, or public without tokens, and for files that
+        cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        lock = cls._locks.setdefault(loop, asyncio.Lock())
+        listeners = cls._open.setdefault(loop, {})
+        async with lock:
+            listener = listeners.get(settings.address)
+            if listener is None:
+                listener = cls(settings)
+                await listener._listen()
+                listeners[settings.address] = listener
+            if listener._settings != settings:
+                raise ConfigError(f"env.listen={settings.address} has other hosts, tokens or certificates elsewhere")
+            listener._environments.append(servers)
+        try:
+            yield
+        finally:
+            async with lock:
+                listener._environments.remove(servers)
+                if not listener._environments:
+                    del listeners[settings.address]
+                    await listener._runner.cleanup()
+
+    async def _listen(self) -> None:
+        settings = self._settings
+        host, _, port = settings.address.rpartition(":")
+        refusal = "without env.listen_token_file: whoever can reach it could pose as an environment"
+        tls = None
+        if settings.tls_cert is not None or settings.tls_key is not None:
+            tls = tls_context(settings.tls_cert, settings.tls_key)
+        listener = listen(host.strip("[]"), int(port), refusal=None if self._tokens else refusal)
+        if tls is None and not is_loopback(str(listener.getsockname()[0])):
+            logger.warning("servers register at %s without TLS: tokens can be read on the way", settings.address)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=128, ssl_context=tls).start()
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        try:
+            client = ANYONE
+            if self._tokens is None:
+                refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
+            else:
+                client = self._tokens.client(request.headers.get("Authorization"))
+            if request.method != "POST" or not request.path.endswith(PATH):
+                raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
+            body = await read_json(request, MAX_REGISTRATION, BODY_SECONDS)
+            registration = self._checked(parse(Registration, body))
+            asked = [servers.register(registration, client) for servers in self._environments]
+            problems = tuple(problem for problem in await asyncio.gather(*asked) if problem)
+            answer = encode(Registered(lease_seconds=LEASE_SECONDS, problems=problems))
+            return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
+        except Problem as problem:
+            response = problem_response(problem)
+        if not request.content.is_eof():  # the rest of the body is not wanted
+            response.force_close()
+        return response
+
+    def _checked(self, registration: Registration) -> Registration:
+        if registration.version != VERSION:
+            detail = f"the server speaks version {registration.version} of the protocol, the trainer version {VERSION}"
+            raise Problem(409, "invalid-request", f"{detail}: install the same envgym on both sides")
+        try:
+            address = parse_address(registration.url)
+        except ConfigError as error:
+            raise Problem(422, "invalid-request", str(error)) from None
+        host = urlsplit(address.server).hostname or ""
+        if address.name or not self._settings.allows(host):
+            detail = f"this trainer dials the hosts in env.allow, and {host} is none of them"
+            raise Problem(403, "forbidden", f"{detail}; --advertise gives another address of the server")
+        return registration.model_copy(update={"url": address.server})
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The server's side
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The settings of a server that registers: the trainer's URL, a token and certificates for it, the URL by which the
+    trainer is to dial the server (None: that of its socket), and its weight."""
+
+    trainer: str
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    advertise: str | None = None
+    weight: float = 1.0
+
+    def check(self) -> None:
+        """Raise `ConfigError` for an address or a weight that cannot be used."""
+        for option, url in (("--register", self.trainer), ("--advertise", self.advertise)):
+            try:
+                named = "" if url is None else parse_address(url).name
+            except ConfigError as error:
+                raise ConfigError(f"{option}: {error}") from None
+            if named and option == "--advertise":
+                raise ConfigError(f"--advertise is the server's address, without an environment's name: not {url}")
+        if not 0 < self.weight <= 1e6:
+            raise ConfigError(f"--weight is above 0, and at most 1e6, not {self.weight:g}")
+
+
+class Announcer:
+    """Registers the server at `url`, an address with the port it listens on, until it leaves."""
+
+    def __init__(self, announcement: Announcement, url: str, on_registered: Callable[[str], None]) -> None:
+        self._trainer = announcement.trainer.rstrip("/")
+        own = (announcement.advertise or _reachable(url, self._trainer)).rstrip("/")
+        shown = access([self._trainer], announcement.token_file, announcement.ca_file)
+        self._transport = Transport(self._trainer, shown, Counters())
+        self._registration = Registration(instance=uuid.uuid4().hex, url=own, weight=announcement.weight)
+        self._on_registered = on_registered
+
+    async def run(self) -> None:
+        """Register again and again. Raises `ConfigError` where the trainer refuses the first registration; later, a
+        trainer that refuses or cannot be reached is tried on."""
+        known, last, seconds = False, "", LEASE_SECONDS / RENEWALS
+        while True:
+            problem = ""
+            try:
+                answer = await self._send(ANSWER_SECONDS)
+                seconds = answer.lease_seconds / RENEWALS
+                if answer.problems:
+                    problem = f"{self._trainer} does not use this server: {answer.problems[0]}"
+                elif not known:
+                    known, last = True, ""
+                    self._on_registered(self._registration.url)
+            except RemoteError as error:
+                if error.kind == "refused" and not known:
+                    raise ConfigError(f"--register: {error}") from None
+                problem = f"{error}; the server goes on, and registers once it can"
+            if problem != last:
+                logger.warning("%s", problem or f"registered at {self._trainer} again")
+            last = problem
+            await asyncio.sleep(seconds * random.uniform(0.75, 1.0))  # many servers lose one trainer at once
+
+    async def leave(self) -> None:
+        """Tell the trainer that no new sessions are taken, if it can be reached."""
+        self._registration = self._registration.model_copy(update={"leaving": True})
+        with contextlib.suppress(RemoteError):
+            await self._send(BODY_SECONDS)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _send(self, seconds: float) -> Registered:
+        return await self._transport.ask(Registered, "POST", PATH, encode(self._registration), seconds=seconds)
+
+
+def _reachable(url: str, trainer: str) -> str:
+    """`url` with the address that this machine has on the way to the trainer, where the server listens on all. Raises
+    `ConfigError` where it listens for its own machine alone, and the trainer is on another."""
+    parts, there = urlsplit(url), urlsplit(trainer)
+    own = parts.hostname or ""
+    if is_loopback(own) and not is_loopback(there.hostname or ""):
+        raise ConfigError(
+            f"--register: a trainer on another machine cannot dial {url}; give --host 0.0.0.0, or --advertise URL"
+        )
+    if not ipaddress.ip_address(own).is_unspecified:
+        return url
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(address)  # sends nothing
+            own = str(way.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--register: no way to {trainer} ({error}); give --advertise URL") from None
+    return f"{parts.scheme}://{f'[{own}]' if ':' in own else own}:{parts.port}"
