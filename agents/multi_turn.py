@@ -45,7 +45,8 @@ class MultiTurn(TokenLevel):
             generation = await transcript.sample(observation.sampling)
             message = dialogue.add_policy_turn(generation.token_ids)
             calls, said = message.tool_calls, dialogue.content
-            action = Action(message.text, generation.token_ids, calls, generation.stop_reason, said if calls else None)
+            token_ids, content = tuple(generation.token_ids), said if calls else None
+            action = Action(message.text, token_ids, calls, generation.stop_reason, content)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.paid(reward, info)
             turns += 1

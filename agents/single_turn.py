@@ -25,7 +25,7 @@ class SingleTurn(TokenLevel):
         transcript.begin(dialogue.begin(replace(observation, tools=())))
         generation = await transcript.sample(observation.sampling)
         message = dialogue.add_policy_turn(generation.token_ids)
-        action = Action(message.text, generation.token_ids, stop_reason=generation.stop_reason)
+        action = Action(message.text, tuple(generation.token_ids), stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
         transcript.paid(reward, info)
         transcript.messages = [*dialogue.messages, *closing(observation)]

@@ -70,7 +70,7 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
     """Loads over steps of random lengths, as ratios, and what cutting takes."""
     import numpy as np
 
-    from envgym.learner import LearnRow
+    from envgym.learner import TrainSample
     from envgym.types import Objective
     from envgym.workers.layout import cost, micro_batches
 
@@ -81,7 +81,9 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
         rows = []
         for index, length in enumerate(lengths.tolist()):
             zeros = np.zeros(length, np.float32)
-            row = LearnRow(zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, unit=index // unit_size)
+            row = TrainSample(
+                zeros.astype(np.int64), zeros + 1, zeros, Objective.POLICY_GRADIENT, batch_unit=index // unit_size
+            )
             rows.append(row)
         began = time.perf_counter()
         ranks = micro_batches(rows, BUDGET, n_ranks, packed=packed)

@@ -92,6 +92,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.episodes.parquet import write_rollouts
+    from envgym.learner import trajectories
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
@@ -148,7 +149,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
             episodes = [episode for group in groups for episode in group.episodes]
             write_rollouts(Path(folder, "rollouts.parquet"), episodes)
             rollout_metrics(groups)
-            rows = learner.prepare(groups)
+            rows = learner.prepare(trajectories(groups))
             learner.metrics(rows)
             whole.append(time.perf_counter() - began)
             playing.append(played - began)

@@ -23,7 +23,7 @@ import numpy as np
 from record import conditions, store, table
 
 from envgym.errors import EnvgymError
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -87,7 +87,7 @@ def make_model(folder: str, options: argparse.Namespace) -> str:
     return folder
 
 
-def make_rows(n: int, length: int, seed: int) -> list[LearnRow]:
+def make_rows(n: int, length: int, seed: int) -> list[TrainSample]:
     """Rows of up to `length` tokens, each following from the one before it, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -97,7 +97,7 @@ def make_rows(n: int, length: int, seed: int) -> list[LearnRow]:
         weights = np.ones(size, np.float32)
         weights[0] = 0.0
         nothing = np.full(size, np.nan, np.float32)
-        rows.append(LearnRow(ids, weights, nothing, Objective.CROSS_ENTROPY, unit=index))
+        rows.append(TrainSample(ids, weights, nothing, Objective.CROSS_ENTROPY, batch_unit=index))
     return rows
 
 
@@ -114,9 +114,9 @@ async def measure(case: Case, model: str, options: argparse.Namespace, logs: Pat
         logged, seconds, tokens = [], [], []
         for step in range(options.steps):
             rows = make_rows(options.rows, options.length, step)
-            total = sum(float(row.weights.sum()) for row in rows)
+            total = sum(float(row.loss_weights.sum()) for row in rows)
             began = time.perf_counter()
-            logged.append(await group.learn(rows, {Objective.CROSS_ENTROPY: total}, options.lr))
+            logged.append(await group.accumulate(rows, {Objective.CROSS_ENTROPY: total}) | await group.step(options.lr))
             seconds.append(time.perf_counter() - began)
             tokens.append(sum(len(row.token_ids) for row in rows))
         device = group.info["device"]

@@ -142,7 +142,7 @@ def run(side: str, model: str, rows: Path, steps: int) -> dict[str, Any]:
 
 def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
     """Our side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding included."""
-    from envgym.learner import LearnRow
+    from envgym.learner import TrainSample, trajectories
     from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
     from envgym.workers.layout import cost, micro_batches
     from envgym.workers.model import ModelWorker
@@ -161,14 +161,14 @@ def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
             )
             for completion in group["completions"]
         ]
-        for row, said in zip(rows, worker.forward([LearnRow.of(row) for row in rows]), strict=True):
+        for row, said in zip(rows, worker.forward([TrainSample.of(row) for row in rows]), strict=True):
             row.segments[1].logprobs = said[PROMPT:].tolist()  # as sampled
         episodes = [
             Episode(f"{name}-{index}", Task(name), Outcome.completed(), [row], reward=reward, score=reward)
             for index, (row, reward) in enumerate(zip(rows, group["rewards"], strict=True))
         ]
         groups.append(Group(name, Task(name), episodes))
-    learn_rows = worker.learner.prepare(groups)
+    learn_rows = worker.learner.prepare(trajectories(groups))
     denominators = worker.learner.denominators(learn_rows)
     seconds, norms, computed = [], [], 0
     for _ in range(steps):

@@ -73,7 +73,7 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from envgym.learner import LearnRow
+    from envgym.learner import TrainSample
     from envgym.types import Objective
     from envgym.workers.layout import micro_batches
     from envgym.workers.model import ModelWorker
@@ -103,12 +103,12 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     weights = np.ones(LENGTH, np.float32)
     weights[0] = 0.0
     rows = [
-        LearnRow(
+        TrainSample(
             token_ids=rng.integers(vocabulary, size=LENGTH),
-            weights=weights,
+            loss_weights=weights,
             old_logprobs=np.full(LENGTH, np.nan, np.float32),
             objective=Objective.CROSS_ENTROPY,
-            unit=index,
+            batch_unit=index,
             episode=index,
         )
         for index in range(ROWS)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from record import ROOT, conditions, fill_docs, store, table
 
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
@@ -63,11 +63,11 @@ def make_model(folder: str, length: int) -> str:
     return folder
 
 
-def make_row(length: int) -> LearnRow:
+def make_row(length: int) -> TrainSample:
     ids = np.random.default_rng(length).integers(0, VOCABULARY, length)
     weights = np.ones(length, np.float32)
     weights[0] = 0.0
-    return LearnRow(ids, weights, np.full(length, np.nan, np.float32), Objective.CROSS_ENTROPY)
+    return TrainSample(ids, weights, np.full(length, np.nan, np.float32), Objective.CROSS_ENTROPY)
 
 
 async def measure(model: str, settings: dict[str, Any], length: int, logs: Path) -> dict[str, float]:
@@ -85,7 +85,10 @@ async def measure(model: str, settings: dict[str, Any], length: int, logs: Path)
         said = []
         for size in (SHORT, SHORT, length):
             row = make_row(size)
-            said.append(await group.learn([row], {Objective.CROSS_ENTROPY: float(row.weights.sum())}, 1e-4))
+            said.append(
+                await group.accumulate([row], {Objective.CROSS_ENTROPY: float(row.loss_weights.sum())})
+                | await group.step(1e-4)
+            )
         await group.close()
     finally:
         await runtime.close()

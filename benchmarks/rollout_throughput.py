@@ -239,7 +239,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
                 prompt, answer = episode.rows[0].segments
                 assert answer.logprobs is not None
                 limit = job["max_tokens"] if is_starter else len(answer.token_ids)
-                asked.append({"prompt": prompt.token_ids, "max_tokens": limit, "stop": stop})
+                asked.append({"prompt": list(prompt.token_ids), "max_tokens": limit, "stop": stop})
             assert is_starter or sorted(request["max_tokens"] for request in asked) == sorted(drawn)
             (folder / "asked.json").write_text(json.dumps(asked))
             tokens = sum(episode.rows[0].n_action_tokens for episode in episodes)

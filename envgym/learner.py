@@ -1,12 +1,13 @@
-"""What a learner is: it declares the models it needs, turns groups of episodes into rows, and has a loss.
+"""A learner: it declares the models it needs, gives samples what its loss reads, and has a loss.
 
 `prepare` and `denominators` run in the controller on plain arrays; `loss` runs in the worker that holds the
-model. All three are pure (but for a coefficient that `observe` may move between two steps), so a learner is tested
-without a trainer, and the trainer knows none by name.
+model. They depend on nothing but their arguments (and a coefficient that `observe` may move between two steps), so a
+learner is tested without a trainer, and the trainer knows none by name.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from .settings import Settings
-from .types import Group, Objective, Row
+from .types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     FloatArray = NDArray[np.float32]
-    IntArray = NDArray[np.int64]
+    IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """A model the learner needs. `head` `lm` gives log-probabilities of the tokens, `scalar` one value a token.
 
-    A role that is not `trained` only scores rows before `prepare`: its [T] numbers arrive as
-    `row.outputs[role]`. So do those of a trained role with `scored=True` (a critic's values). A role that is not
+    A role that is not `trained` only scores samples before `prepare`: its [T] numbers arrive as
+    `sample.arrays[role]`. So do those of a trained role with `scored=True` (a critic's values). A role that is not
     trained and has no model of its own in the settings is the policy as the stage found it.
 
     `idle_steps`: loop steps at the start of the stage in which a trained role is not trained yet.
@@ -47,64 +48,91 @@ class RoleSpec:
 
 
 @dataclass(slots=True)
-class LearnRow:
-    """One sequence, ready for a worker.
+class TrainSample:
+    """One token sequence, as scoring roles, learners and workers see it. Made once (`trajectories`).
 
-    token_ids    [T] int64
-    weights      [T] float32, how much token t counts (predicted from the tokens before it); weights[0] is 0
+    token_ids    [T] int
+    loss_weights [T] float32, how much token t counts (predicted from the tokens before it); loss_weights[0] is 0
     old_logprobs [T] float32 nats, log-probabilities as sampled; NaN where nothing was sampled
-    arrays       name -> [T] float32, what the learner's loss reads (advantages, reference log-probabilities)
+    arrays       name -> [T] float32: what scoring roles say, by role; what the learner's loss reads (advantages)
     temperatures [T] float32, what each action token was sampled at; None: all at 1
-    unit         rows of one unit (a pair, a group) stay in one micro-batch
-    episode      index of the episode within the batch, for aggregation by episode
-    group        index of its group within the batch, for what is told of groups
+    batch_unit   samples of one unit (a pair, a group) stay in one micro-batch
+    episode      index of the episode within the step, for aggregation by episode
+    group        index of its group within the step, for metrics of groups
     versions     the policy versions that sampled its actions
     current      whether all of them come from the weights about to be trained
     """
 
     token_ids: IntArray
-    weights: FloatArray
+    loss_weights: FloatArray
     old_logprobs: FloatArray
     objective: Objective
     arrays: dict[str, FloatArray] = field(default_factory=dict)
     temperatures: FloatArray | None = None
-    unit: int = 0
+    batch_unit: int = 0
     episode: int = 0
     group: int = 0
     versions: tuple[int, ...] = ()
     current: bool = True
 
     @classmethod
-    def of(cls, row: Row, *, episode: int = 0, unit: int = 0) -> LearnRow:
-        """The arrays of an episode's row, with what scoring roles said of it under their names."""
+    def of(cls, row: Row, *, episode: int = 0, group: int = 0) -> TrainSample:
+        """The arrays of an episode's row, which is a batch unit with the episode's other rows."""
         import numpy as np
 
-        weights = np.asarray(row.weights, np.float32)
+        segments = row.segments
+        lengths = [len(segment.token_ids) for segment in segments]
+        weights = np.concatenate([np.asarray(segment.loss_weights, np.float32) for segment in segments])
         weights[0] = 0.0  # nothing predicts the first token
+        logprobs = [
+            np.full(length, np.nan, np.float32)
+            if segment.logprobs is None
+            else np.asarray(segment.logprobs, np.float32)
+            for segment, length in zip(segments, lengths, strict=True)
+        ]
         return cls(
-            token_ids=np.asarray(row.token_ids, np.int64),
-            weights=weights,
-            old_logprobs=np.asarray(row.logprobs, np.float32),
+            token_ids=np.concatenate([np.asarray(segment.token_ids, np.int32) for segment in segments]),
+            loss_weights=weights,
+            old_logprobs=np.concatenate(logprobs),
             objective=row.objective,
-            arrays={role: np.asarray(values, np.float32) for role, values in row.outputs.items()},
-            temperatures=np.asarray(row.temperatures, np.float32),
-            unit=unit,
+            temperatures=np.repeat(np.array([segment.temperature for segment in segments], np.float32), lengths),
+            batch_unit=episode,
             episode=episode,
-            versions=tuple(sorted({span.version for segment in row.segments for span in segment.versions})),
+            group=group,
+            versions=tuple(sorted({span.version for segment in segments for span in segment.versions})),
         )
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """An episode, and its rows as samples to train on."""
+
+    episode: Episode
+    samples: list[TrainSample]
+
+
+def trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
+    """The episodes of each group with their samples; episodes and groups are numbered in order."""
+    numbers = itertools.count()
+
+    def trajectory(episode: Episode, group: int) -> Trajectory:
+        number = next(numbers)
+        return Trajectory(episode, [TrainSample.of(row, episode=number, group=group) for row in episode.rows])
+
+    return [[trajectory(episode, index) for episode in group.episodes] for index, group in enumerate(groups)]
 
 
 @dataclass(slots=True)
 class RowBatch:
     """A padded micro-batch of rows of one objective, as tensors in the worker. B rows, T tokens.
 
-    token_ids [B, T]; weights, old_logprobs and every entry of arrays [B, T]. Padding has weight 0.
+    token_ids [B, T] int64; loss_weights, old_logprobs and every entry of arrays [B, T] float32. Padding has weight 0.
     `episodes` [B] are the rows' episode indexes.
     """
 
     objective: Objective
     token_ids: torch.Tensor
-    weights: torch.Tensor
+    loss_weights: torch.Tensor
     old_logprobs: torch.Tensor
     arrays: dict[str, torch.Tensor]
     episodes: torch.Tensor
@@ -112,7 +140,7 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a model says of a micro-batch, float32 [B, T] each. A head fills in its own; the others are None.
+    """Outputs of a model for a micro-batch, float32 [B, T] each. A head fills in its own; the others are None.
 
     logprobs `lm`: log-probabilities of token t given those before it, in nats, at the temperature it was sampled at;
              0 at t = 0 and wherever nothing counts or was sampled
@@ -138,7 +166,7 @@ class LearnerConfig(Settings):
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after warm-up: stay, or fall to `lr_min_ratio` of the peak by the end of the run."""
+    """Course of the learning rate after warm-up: stay, or fall to `lr_min_ratio` of the peak by the end of the run."""
     lr_min_ratio: float = Field(0.1, ge=0, le=1)
     """The share of the peak learning rate that a falling schedule ends at."""
     warmup_steps: int = Field(0, ge=0)
@@ -211,17 +239,18 @@ class Learner(ABC):
     """Episodes of one task a group must have to be learned from."""
 
     @abstractmethod
-    def prepare(self, groups: Sequence[Group]) -> list[LearnRow]:
-        """Rows to train on, with the numbers the loss reads. Failed episodes are not among `groups`' members."""
+    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        """The samples to train on, with the numbers the loss reads in their `arrays`. Failed episodes are not among
+        the groups' members."""
 
-    def denominators(self, rows: Sequence[LearnRow]) -> dict[str, float]:
-        """What each objective's sum is divided by, over one whole optimizer step (all ranks, all micro-batches).
+    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
+        """Divisor of each objective's sum, over one whole optimizer step (all ranks, all micro-batches).
 
         By default the total weight: a mean over tokens.
         """
         totals: dict[str, float] = {}
         for row in rows:
-            totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+            totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
         return {name: max(total, 1e-8) for name, total in totals.items()}
 
     @abstractmethod
@@ -230,20 +259,20 @@ class Learner(ABC):
     ) -> tuple[torch.Tensor, Metrics]:
         """The micro-batch's share of the step's loss (a scalar) and what to log."""
 
-    def metrics(self, rows: Sequence[LearnRow]) -> dict[str, float]:
-        """What to log of the rows that `prepare` made: numbers about the whole step, before it is learned from."""
+    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
+        """Metrics of the rows that `prepare` returned: numbers about the whole step, before it is learned from."""
         return {}
 
     def observe(self, record: Mapping[str, Any]) -> None:
-        """Told what a loop step logged, once it has been learned from: where a coefficient follows a measurement."""
+        """Take in the metrics of a loop step that has been learned from: for coefficients that follow a measurement."""
 
     def state(self) -> dict[str, Any]:
-        """What `observe` has changed, for a checkpoint: numbers, text, lists, tuples and mappings of them."""
+        """State that `observe` has changed, for a checkpoint: numbers, text, lists, tuples and mappings of them."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
 
-    def evaluate(self, rows: Sequence[LearnRow], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """Numbers about held-out recorded rows from the actor's log-probabilities of them ([T] each)."""
         return {}

@@ -7,13 +7,14 @@ columnar file in the run folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 # ---------------------------------------------------------------------------------------------------------
-# What an environment and a policy say to each other
+# Messages between environment and policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class ToolCall:
 class Message:
     """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts.
 
-    An assistant's message may hold `tool_calls`; a tool's result says which call it answers (`tool_call_id`) and by
+    An assistant's message may hold `tool_calls`; a tool's result has the call it answers (`tool_call_id`) and by
     which tool (`name`).
     """
 
@@ -149,7 +150,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment says: chat `messages`, or raw `text` (base models, untemplated feedback).
+    """The environment's message to the policy: chat `messages`, or raw `text` (base models, untemplated feedback).
 
     `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`). `tools` are what the
     policy may call; they come with an episode's first observation and hold for all of it.
@@ -180,7 +181,7 @@ def as_observation(value: Any) -> Observation:
 
 
 class StopReason(StrEnum):
-    """Why the policy's turn ended."""
+    """Reason why the policy's turn ended."""
 
     STOP = "stop"
     """The model ended its turn (end-of-turn token or stop string)."""
@@ -190,7 +191,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy did in one turn: its text without special tokens (the markup of tool calls included), the exact
+    """One turn of the policy: its text without special tokens (the markup of tool calls included), the exact
     token ids, parsed tool calls, and why it stopped. `content` is the text beside the calls, where the agent can tell
     it from their markup (None: it is `text`)."""
 
@@ -202,7 +203,7 @@ class Action:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What an episode leaves behind
+# The record of an episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,34 +218,55 @@ class VersionSpan:
 Role = Literal["prompt", "action", "feedback"]
 
 
+def int_array(values: Iterable[int]) -> array[int]:
+    """Token ids as an int32 array: `values` itself where it is one. Raises `ValueError` beyond int32."""
+    if isinstance(values, array) and values.typecode == "i":
+        return values
+    try:
+        return array("i", values)
+    except OverflowError:
+        raise ValueError("a token id does not fit into 32 bits") from None
+
+
+def float_array(values: Iterable[float]) -> array[float]:
+    """Log-probabilities or weights as a float32 array: `values` itself where it is one."""
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
+
+
 @dataclass(slots=True)
 class Segment:
     """A run of tokens with one author.
 
-    `token_ids` [T]; `weights` [T]: how much each token counts in the row's objective (default 1 on actions,
+    `token_ids` [T]; `loss_weights` [T]: how much each token counts in the row's objective (by default 1 on actions,
     0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
     sampled from, its `temperature`, and the policy `versions` that sampled them.
+
+    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying.
     """
 
     role: Role
-    token_ids: list[int]
-    weights: list[float] = field(default_factory=list)
-    logprobs: list[float] | None = None
+    token_ids: array[int]
+    loss_weights: array[float] = field(default_factory=lambda: array("f"))
+    logprobs: array[float] | None = None
     versions: tuple[VersionSpan, ...] = ()
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.weights:
-            self.weights = [1.0 if self.role == "action" else 0.0] * len(self.token_ids)
-        if len(self.weights) != len(self.token_ids):
-            raise ValueError(f"{len(self.weights)} weights for {len(self.token_ids)} tokens")
-        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens")
+        self.token_ids = int_array(self.token_ids)
+        self.loss_weights = float_array(self.loss_weights)
+        if not self.loss_weights:
+            self.loss_weights = array("f", (1.0 if self.role == "action" else 0.0,)) * len(self.token_ids)
+        if len(self.loss_weights) != len(self.token_ids):
+            raise ValueError(f"{len(self.loss_weights)} weights for {len(self.token_ids)} tokens")
+        if self.logprobs is not None:
+            self.logprobs = float_array(self.logprobs)
+            if len(self.logprobs) != len(self.token_ids):
+                raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens")
 
 
 @dataclass(slots=True)
 class Turn:
-    """One action of the policy and what the environment paid for it (None: nothing was said)."""
+    """One action of the policy and its reward (None: the environment gave none)."""
 
     reward: float | None
     stop_reason: StopReason
@@ -252,7 +274,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What an environment says of one episode once its whole group is finished (`EnvSpec.score_group`).
+    """An environment's judgement of one episode once its whole group is finished (`EnvSpec.score_group`).
 
     Without a `score` the reward is one, where the environment's rewards lie in [0, 1].
     """
@@ -263,47 +285,23 @@ class Judgement:
 
 
 class Objective(StrEnum):
-    """How a row's tokens enter the loss. Each objective has a denominator of its own in a batch."""
+    """Kind of loss that a row's tokens enter. Each objective has a denominator of its own in a batch."""
 
     POLICY_GRADIENT = "policy_gradient"
     CROSS_ENTROPY = "cross_entropy"
-    DISTILLATION = "distillation"
-    PAIR = "pair"
-    LABEL = "label"
 
 
 @dataclass(slots=True)
 class Row:
-    """One token sequence to train on: segments in order, their objective, the turns they hold.
-
-    `outputs` collects what scoring roles say about the row before the learner sees it (`{"reference": [T]
-    log-probabilities}`), one number a token.
-    """
+    """One token sequence to train on: segments in order, their objective, the turns they hold."""
 
     segments: list[Segment]
     objective: Objective = Objective.POLICY_GRADIENT
     turns: list[Turn] = field(default_factory=list)
-    label: Any = None
-    outputs: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.token_ids]
-
-    @property
-    def weights(self) -> list[float]:
-        return [weight for segment in self.segments for weight in segment.weights]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """[T] log-probabilities as sampled; NaN where nothing was sampled."""
-        nan = float("nan")
-        return [x for s in self.segments for x in (s.logprobs if s.logprobs is not None else [nan] * len(s.token_ids))]
-
-    @property
-    def temperatures(self) -> list[float]:
-        """[T] the temperature each token was sampled at; 1 where nothing was sampled."""
-        return [segment.temperature for segment in self.segments for _ in segment.token_ids]
 
     @property
     def n_action_tokens(self) -> int:
@@ -311,10 +309,10 @@ class Row:
 
 
 class Status(StrEnum):
-    """How an episode ended."""
+    """End of an episode."""
 
     COMPLETED = "completed"
-    """The environment said `terminated`."""
+    """The environment returned `terminated`."""
     TRUNCATED = "truncated"
     """A limit ended it: the environment's (`truncated`) or a token, turn or context budget. It still counts."""
     FAILED = "failed"
@@ -365,7 +363,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Episode:
-    """What happened when a policy met a task.
+    """Record of a policy's attempt at a task.
 
     `reward` is the sum of its turns' rewards, None when none was given; `score` in [0, 1] is what success
     rates and filters use: the environment's or, where it gives none and its rewards lie in [0, 1], the reward
@@ -399,7 +397,7 @@ class Episode:
 
     @property
     def purpose(self) -> str:
-        """What it was played for, by which its group is named: a step of training, an environment of a suite."""
+        """The purpose that its group is named by: a step of training, an environment of a suite."""
         return self.group.rpartition("/")[0]
 
 

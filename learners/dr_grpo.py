@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .baseline import centred
-from .monte_carlo import MonteCarlo
-from .policy_gradient import Aggregation, PolicyGradientConfig
+from .advantages import centred
+from .policy_gradient import CriticFreeLearner
+from .settings import Aggregation, PolicyGradientConfig
 
 
 class DrGRPOConfig(PolicyGradientConfig):
@@ -22,7 +22,7 @@ class DrGRPOConfig(PolicyGradientConfig):
     aggregation: Aggregation = "constant"
 
 
-class DrGRPO(MonteCarlo):
+class DrGRPO(CriticFreeLearner):
     """GRPO done right."""
 
     Config: ClassVar[type[LearnerConfig]] = DrGRPOConfig

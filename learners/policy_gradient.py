@@ -1,117 +1,37 @@
-"""What policy-gradient learners share: the order of steps from rewards to advantages, and the policy's loss.
+"""The base of policy-gradient learners: the order of steps from rewards to advantages, and the policy's loss.
 
-A learner says what the advantages of a group are (`step_advantages`); each formula is in the file that is named for
-it.
+A learner defines the advantages of a group; each formula is in `advantages.py` or `losses.py`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.types import Objective, Status
 
-from envgym.learner import Learner, LearnerConfig, LearnRow, Metrics, Outputs, RoleSpec, RowBatch
-from envgym.types import Episode, Group, Objective, Status
-
-from .correction import CorrectionConfig, correction
-from .credit import Credit
-from .health import advantage_metrics, token_metrics
-from .kl import KLConfig, adapted, kl_estimate
-from .normalisation import Scope, normalised, without_variance
-from .policy_loss import PolicyLoss, cispo_loss, clipped_policy_loss, reinforce_loss, sequence_log_ratio
-from .reward_shaping import ShapingConfig, shaped_reward
-from .time_line import TimeLine
+from .advantages import (
+    ActionTokens,
+    discounted_returns,
+    normalised,
+    rewards_to_go,
+    shaped_reward,
+    spread,
+    turn_advantages,
+    without_variance,
+)
+from .settings import PolicyGradientConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from .policy_loss import Loss
-    from .returns import Steps
-
-Aggregation = Literal["token", "sequence", "constant"]
-
-
-class PolicyGradientConfig(LearnerConfig):
-    """Settings of every policy-gradient learner."""
-
-    # From rewards to advantages.
-    shaping: ShapingConfig = ShapingConfig()
-    credit: Credit = "episode"
-    """`episode`: the reward counts for all of an episode's tokens; `turn`: what a turn was paid counts for the tokens
-    up to it."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount from one action token to the next. What the environment says takes no time."""
-    advantage_norm: Scope = "none"
-    """Advantages are brought to mean 0 and standard deviation 1 over the tokens of the whole rollout (`batch`), of each
-    group by itself, or not at all."""
-    kl: KLConfig = KLConfig()
-
-    # The loss.
-    policy_loss: PolicyLoss = "ppo"
-    """`ppo`: clipped ratio of each token; `gspo`: of each episode; `cispo`: bounded weight on log pi; `reinforce`:
-    log pi alone."""
-    clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio to the old policy is bounded at 1 - clip_low from below."""
-    clip_high: float = Field(0.2, gt=0)
-    """The ratio is bounded at 1 + clip_high from above."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a negative advantage, however large the ratio, at this times the advantage."""
-    aggregation: Aggregation = "token"
-    """`token`: mean over all tokens of the step; `sequence`: mean over episodes of each one's token mean;
-    `constant`: sum over tokens divided by episodes times `constant_length`."""
-    constant_length: int = Field(1024, ge=1)
-    """The length that `constant` aggregation divides by."""
-    correction: CorrectionConfig = CorrectionConfig()
-    old_logprobs: Literal["auto", "rollout", "recompute"] = "auto"
-    """The old policy of the ratio: `rollout` as the sampler said, `recompute` as the trainer says at the start of the
-    update. `auto`: the sampler's where a rollout is one optimizer step, unless something needs the trainer's."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the policy's entropy, which the loss then raises."""
-    pretrain_coef: float = Field(1.0, ge=0)
-    """Weight of the cross-entropy of pre-training rows, where the run mixes some in."""
-
-    @field_validator("dual_clip")
-    @classmethod
-    def _clips_a_ratio(cls, dual_clip: float | None, info: ValidationInfo) -> float | None:
-        kind = info.data.get("policy_loss")
-        if dual_clip is not None and kind in ("cispo", "reinforce"):
-            raise ValueError(f"policy_loss {kind} has no clipped ratio that a dual clip could bound")
-        return dual_clip
-
-    @field_validator("old_logprobs")
-    @classmethod
-    def _are_the_trainers_where_needed(cls, source: str, info: ValidationInfo) -> str:
-        if source == "rollout" and (needs := _needs_recompute(info.data)):
-            raise ValueError(
-                f"{needs} compares the trainer's own log-probabilities at the start of the update: "
-                "set old_logprobs to recompute or auto"
-            )
-        return source
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the old log-probabilities are the trainer's own."""
-        if self.old_logprobs == "auto":
-            return self.epochs * self.minibatches > 1 or _needs_recompute(vars(self)) is not None
-        return self.old_logprobs == "recompute"
-
-    @property
-    def scores_actor(self) -> bool:
-        """Whether that takes a pass of its own: a single optimizer step begins with the weights it compares with."""
-        return self.recomputes and self.epochs * self.minibatches > 1
-
-
-def _needs_recompute(settings: Mapping[str, Any]) -> str | None:
-    kind = getattr(settings.get("correction"), "kind", "none")
-    if kind != "none":
-        return f"correction {kind}"
-    return "policy_loss gspo" if settings.get("policy_loss") == "gspo" else None
+    from .advantages import Steps
 
 
 class PolicyGradient(Learner):
-    """Base of the learners that weigh sampled tokens by an advantage. A subclass says what the advantages are."""
+    """Base of the learners that weigh sampled tokens by an advantage. A subclass defines the advantages."""
 
     Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
@@ -129,80 +49,75 @@ class PolicyGradient(Learner):
     # -- from rewards to advantages -----------------------------------------------------------------------
 
     @abstractmethod
-    def step_advantages(self, group: Sequence[TimeLine]) -> list[Steps]:
-        """[n] advantages of each episode of a group, one for each of its time steps."""
+    def step_advantages(self, group: Sequence[ActionTokens]) -> list[Steps]:
+        """[n] advantages of each episode of a group, one for each of its action tokens."""
 
-    def prepare(self, groups: Sequence[Group]) -> list[LearnRow]:
-        kept: list[list[TimeLine]] = []
-        n_episodes = 0
+    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        kept = []
         for group in groups:
-            episodes = [episode for episode in group.episodes if episode.reward is not None]
-            if len(episodes) < self.min_group_size:
-                continue  # members failed: there is nothing left to compare with
-            lines = [self._time_line(e, n_episodes + i, len(kept)) for i, e in enumerate(episodes)]
-            n_episodes += len(lines)
-            kept.append(lines)
-        found = [self.step_advantages(lines) for lines in kept]
+            members = [trajectory for trajectory in group if trajectory.episode.reward is not None]
+            if len(members) >= self.min_group_size:  # else members failed: there is nothing left to compare with
+                kept.append([self._action_tokens(trajectory) for trajectory in members])
+        found = [self.step_advantages(group) for group in kept]
         still = []
         if self.min_group_size > 1:  # others have no baseline by which equal rewards would say nothing
             by_turn = self.config.credit == "turn"
-            for lines, own in zip(kept, found, strict=True):
-                still.append(without_variance(own, [line.ends if by_turn else [len(line)] for line in lines]))
+            for group, own in zip(kept, found, strict=True):
+                still.append(without_variance(own, [m.turn_ends if by_turn else [len(m)] for m in group]))
         advantages = normalised(found, self.config.advantage_norm, still)
-        for lines, of_group in zip(kept, advantages, strict=True):
-            for line, of_episode in zip(lines, of_group, strict=True):
-                line.write("advantages", of_episode)
-                self._finish(line.rows)
-        return [row for lines in kept for line in lines for row in line.rows]
+        for group, of_group in zip(kept, advantages, strict=True):
+            for member, of_episode in zip(group, of_group, strict=True):
+                member.write("advantages", of_episode)
+                self._finish(member.samples)
+        return [sample for group in kept for member in group for sample in member.samples]
 
-    def _time_line(self, episode: Episode, index: int, group: int) -> TimeLine:
-        rows = [LearnRow.of(row, episode=index, unit=index) for row in episode.rows]
-        for row in rows:
-            row.group = group
-            if self.config.shaping.overlong_filter and episode.outcome.status is Status.TRUNCATED:
-                row.weights[:] = 0.0
-        return TimeLine.of(episode, rows, shaped_reward(episode, self.config.shaping))
+    def _action_tokens(self, trajectory: Trajectory) -> ActionTokens:
+        if self.config.shaping.overlong_filter and trajectory.episode.outcome.status is Status.TRUNCATED:
+            for sample in trajectory.samples:
+                sample.loss_weights[:] = 0.0
+        return ActionTokens.of(trajectory, shaped_reward(trajectory.episode, self.config.shaping))
 
     @property
-    def pays_kl(self) -> bool:
-        """Whether the KL is part of the reward."""
+    def kl_in_reward(self) -> bool:
+        """The KL is part of the reward."""
         return self.config.kl.place != "loss" and self.config.kl.coef != 0
 
-    def kl_rewards(self, line: TimeLine) -> Steps:
-        """[n] What each action token pays for its KL: 0 where that is no part of the reward."""
+    def kl_rewards(self, tokens: ActionTokens) -> Steps:
+        """[n] Minus each action token's share of the KL penalty: 0 where that is no part of the reward."""
         import numpy as np
 
-        if not self.pays_kl:
-            return np.zeros(len(line))
+        if not self.kl_in_reward:
+            return np.zeros(len(tokens))
         import torch
 
-        old = torch.from_numpy(line.read("actor" if self.config.scores_actor else "old_logprobs"))
-        reference = torch.from_numpy(line.read("reference"))
-        paid = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator)
+        from .losses import kl_estimate
+
+        old = torch.from_numpy(tokens.read("actor" if self.config.scores_actor else "old_logprobs"))
+        reference = torch.from_numpy(tokens.read("reference"))
+        rewards = -self.kl_coef * kl_estimate(old, reference, self.config.kl.estimator)
         if self.config.correction.drops:  # what is not a number there is dropped, and must not reach other tokens
-            paid = torch.where(old.isfinite(), paid, 0.0)
-        steps: Steps = paid.numpy()
+            rewards = torch.where(old.isfinite(), rewards, 0.0)
+        steps: Steps = rewards.numpy()
         return steps
 
-    def _finish(self, rows: Sequence[LearnRow]) -> None:
-        """Make an episode's rows what the loss reads."""
+    def _finish(self, samples: Sequence[TrainSample]) -> None:
+        """Make an episode's samples what the loss reads."""
         import numpy as np
 
-        total = sum(float(row.weights.sum()) for row in rows)
-        for row in rows:
+        total = sum(float(sample.loss_weights.sum()) for sample in samples)
+        for sample in samples:
             if self.config.kl.target is not None and self.config.kl.place == "loss":
-                row.arrays["kl_coef"] = np.full(len(row.token_ids), self.kl_coef, np.float32)
-            if self.config.aggregation == "sequence" and total > 0:
-                row.weights = row.weights / np.float32(total)  # one episode counts once, however many rows it has
+                sample.arrays["kl_coef"] = np.full(len(sample.token_ids), self.kl_coef, np.float32)
+            if self.config.aggregation == "sequence" and total > 0:  # one episode counts once, whatever its rows
+                sample.loss_weights = sample.loss_weights / np.float32(total)
 
-    def denominators(self, rows: Sequence[LearnRow]) -> dict[str, float]:
+    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
         totals = super().denominators(rows)
         own: str = Objective.POLICY_GRADIENT
         if self.config.aggregation != "token" and own in totals:
             n_episodes = len({row.episode for row in rows if row.objective == own})
-            totals[own] = float(
-                n_episodes * (self.config.constant_length if self.config.aggregation == "constant" else 1)
-            )
+            length = self.config.constant_length if self.config.aggregation == "constant" else 1
+            totals[own] = float(n_episodes * length)
         return totals
 
     # -- the loss -----------------------------------------------------------------------------------------
@@ -217,64 +132,11 @@ class PolicyGradient(Learner):
     def actor_loss(
         self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
     ) -> tuple[torch.Tensor, Metrics]:
-        """The policy's loss of policy-gradient rows, with entropy bonus and KL where these are asked for."""
-        import torch
+        """The policy's loss of policy-gradient rows."""
+        from .losses import actor_loss
 
-        kept, factors, metrics = self._corrected(outputs, batch)
-
-        def only(values: torch.Tensor) -> torch.Tensor:
-            # `where`, not a product with the mask: a NaN or infinity at a masked or dropped place must reach neither
-            # the loss nor, through a derivative there, the gradient.
-            return torch.where(kept, values, 0.0)
-
-        logprobs, old = only(outputs.logprobs), only(self._old(outputs, batch))
-        log_ratio = logprobs - old
-        if self.config.policy_loss == "gspo":
-            log_ratio = sequence_log_ratio(log_ratio, logprobs, only(batch.weights), batch.episodes)
-        losses, low, high = self._surrogate(log_ratio, logprobs, only(batch.arrays["advantages"]))
-        losses = factors * losses
-        entropy = only(outputs.entropy)
-        means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}
-        if self.config.entropy_coef > 0:
-            losses = losses - self.config.entropy_coef * entropy
-        if self.config.kl.coef > 0:
-            kl = kl_estimate(logprobs, only(batch.arrays["reference"]), self.config.kl.estimator)
-            means["policy/kl"] = kl
-            if self.config.kl.place == "loss":
-                adaptive = "kl_coef" in batch.arrays
-                losses = losses + (only(batch.arrays["kl_coef"]) if adaptive else self.config.kl.coef) * kl
-        total = (batch.weights * losses).sum()
-        summed, weight = torch.stack([total.detach(), batch.weights.sum()]).tolist()
-        metrics |= token_metrics(means, log_ratio, kept) | {"loss": (summed, weight)}
+        total, metrics = actor_loss(outputs, batch, self.config)
         return total / denominators[batch.objective], metrics
-
-    def _surrogate(self, log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> Loss:
-        config = self.config
-        if config.policy_loss == "cispo":
-            return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
-        if config.policy_loss == "reinforce":
-            return reinforce_loss(logprobs, advantages)
-        return clipped_policy_loss(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-
-    def _old(self, outputs: Outputs, batch: RowBatch) -> torch.Tensor:
-        if not self.config.recomputes:
-            return batch.old_logprobs
-        # A single optimizer step begins with the old policy's weights, so its own forward pass says it.
-        return batch.arrays["actor"] if self.config.scores_actor else outputs.logprobs.detach()
-
-    def _corrected(self, outputs: Outputs, batch: RowBatch) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        """[B, T] which tokens are learned from, what their policy loss is multiplied by, and what to log of that."""
-        import torch
-
-        counts = batch.weights > 0
-        if self.config.correction.kind == "none":
-            return counts, torch.ones_like(batch.weights), {}
-        factors, kept = correction(
-            self._old(outputs, batch), batch.old_logprobs, batch.weights, batch.episodes, self.config.correction
-        )
-        n_counted, n_kept, total = torch.stack([counts.sum(), kept.sum(), factors.sum()]).tolist()
-        dropped = (n_counted - n_kept, n_counted)
-        return kept, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
 
     def pretraining_loss(
         self, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -284,18 +146,17 @@ class PolicyGradient(Learner):
         Source: the PPO-ptx objective of L. Ouyang et al., "Training language models to follow instructions with human
         feedback" (2022), eq. 2.
         """
-        import torch
+        from .losses import cross_entropy
 
-        nll = torch.where(batch.weights > 0, -batch.weights * outputs.logprobs, 0.0).sum()
-        metrics = {"pretrain/loss": (float(nll.detach()), float(batch.weights.sum()))}
-        return self.config.pretrain_coef * nll / denominators[batch.objective], metrics
+        total, metric = cross_entropy(outputs, batch)
+        return self.config.pretrain_coef * total / denominators[batch.objective], {"pretrain/loss": metric}
 
-    # -- what is told and what adapts ---------------------------------------------------------------------
+    # -- metrics and adaptation ---------------------------------------------------------------------------
 
-    def metrics(self, rows: Sequence[LearnRow]) -> dict[str, float]:
+    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
         rows = [row for row in rows if row.objective == Objective.POLICY_GRADIENT]
-        told = advantage_metrics(rows) | {"learner/episodes": float(len({row.episode for row in rows}))}
-        return told | ({"policy/kl_coef": self.kl_coef} if self.config.kl.coef > 0 else {})
+        metrics = advantage_metrics(rows) | {"learner/episodes": float(len({row.episode for row in rows}))}
+        return metrics | ({"policy/kl_coef": self.kl_coef} if self.config.kl.coef > 0 else {})
 
     def observe(self, record: Mapping[str, Any]) -> None:
         kl = self.config.kl
@@ -310,3 +171,63 @@ class PolicyGradient(Learner):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl_coef = float(state["kl_coef"])
+
+
+class CriticFreeLearner(PolicyGradient):
+    """Base of REINFORCE++, RLOO, GRPO and the like: an advantage is what was really earned, against what others of the
+    group earned. A subclass is one function: `advantages`."""
+
+    @abstractmethod
+    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
+        """One advantage for each of several members of a group: what member i earned, `values[i]`, against `rewards`,
+        what the members earned.
+
+        The two are the same, but for a turn that fewer than two members reached: there `values[i]` is what was earned
+        from that turn on, and `rewards` are those of the whole episodes.
+        """
+
+    def step_advantages(self, group: Sequence[ActionTokens]) -> list[Steps]:
+        gamma = self.config.gamma
+        rewards = [member.reward for member in group]
+        if self.config.credit == "turn":
+            to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
+            by_turn = turn_advantages(to_go, rewards, self.advantages)
+            earned = [spread(own, member.turn_ends, gamma) for own, member in zip(by_turn, group, strict=True)]
+        else:
+            of_episodes = self.advantages(rewards, rewards)
+            earned = [spread([own], [len(member)], gamma) for own, member in zip(of_episodes, group, strict=True)]
+        if not self.kl_in_reward:
+            return earned
+        return [own + discounted_returns(self.kl_rewards(m), gamma) for own, m in zip(earned, group, strict=True)]
+
+
+def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:
+    """The coefficient after `episodes` more episodes whose mean KL was `kl`: a proportional controller in log space.
+
+    Source: D. Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2:
+    coef (1 + clip(kl / target - 1, -0.2, 0.2) episodes / horizon), not below 0.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * max(0.0, 1 + error * episodes / horizon)
+
+
+def advantage_metrics(rows: Sequence[TrainSample]) -> dict[str, float]:
+    """`advantage/mean`, `std` and `max_abs` over the tokens that count, and `advantage/group_spread`: the standard
+    deviation (biased) of the episodes' mean advantages within their group, averaged over groups."""
+    import numpy as np
+
+    by_group: dict[int, dict[int, list[np.ndarray]]] = {}
+    for row in rows:
+        tokens = row.arrays["advantages"][row.loss_weights > 0]
+        if len(tokens):
+            by_group.setdefault(row.group, {}).setdefault(row.episode, []).append(tokens)
+    if not by_group:
+        return {}
+    episodes = {group: [np.concatenate(parts) for parts in own.values()] for group, own in by_group.items()}
+    tokens = np.concatenate([tokens for own in episodes.values() for tokens in own]).astype(np.float64)
+    return {
+        "advantage/mean": float(tokens.mean()),
+        "advantage/std": float(tokens.std()),
+        "advantage/max_abs": float(np.abs(tokens).max()),
+        "advantage/group_spread": float(np.mean([np.std([own.mean() for own in of]) for of in episodes.values()])),
+    }

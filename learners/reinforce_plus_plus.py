@@ -1,7 +1,7 @@
-"""REINFORCE++: PPO's loss without a critic; returns are normalised over the whole rollout batch.
+"""REINFORCE++: PPO's loss without a critic, on advantages that are normalised over the whole rollout batch.
 
-Source: J. Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization"
-(2025).
+Of two kinds: returns as they are, or with the group's mean reward as the baseline. Source: J. Hu et al., "REINFORCE++:
+Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization" (2025).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .credit import Credit
-from .kl import RewardKL
-from .monte_carlo import MonteCarlo
-from .normalisation import Scope
-from .policy_gradient import PolicyGradientConfig
+from .advantages import centred
+from .policy_gradient import CriticFreeLearner
+from .settings import Credit, PolicyGradientConfig, RewardKL, Scope, SquaredKL
 
 
 class ReinforcePlusPlusConfig(PolicyGradientConfig):
@@ -26,7 +24,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     kl: RewardKL = RewardKL()
 
 
-class ReinforcePlusPlus(MonteCarlo):
+class ReinforcePlusPlus(CriticFreeLearner):
     """REINFORCE with PPO's clip and advantages normalised over the batch."""
 
     Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusConfig
@@ -34,3 +32,21 @@ class ReinforcePlusPlus(MonteCarlo):
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
         return list(values)
+
+
+class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
+    """Settings of REINFORCE++-baseline."""
+
+    advantage_norm: Scope = "batch"
+    kl: SquaredKL = SquaredKL()
+
+
+class ReinforcePlusPlusBaseline(CriticFreeLearner):
+    """REINFORCE++ with the group's mean reward taken off first; the spread is the whole batch's, not the group's."""
+
+    Config: ClassVar[type[LearnerConfig]] = ReinforcePlusPlusBaselineConfig
+    config: ReinforcePlusPlusBaselineConfig
+    min_group_size: ClassVar[int] = 2
+
+    def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+        return centred(values, rewards)

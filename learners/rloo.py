@@ -11,10 +11,9 @@ from typing import ClassVar
 
 from envgym.learner import LearnerConfig
 
-from .baseline import mean_of
-from .kl import RewardKL
-from .monte_carlo import MonteCarlo
-from .policy_gradient import PolicyGradientConfig
+from .advantages import left_one_out
+from .policy_gradient import CriticFreeLearner
+from .settings import PolicyGradientConfig, RewardKL
 
 
 class RLOOConfig(PolicyGradientConfig):
@@ -23,7 +22,7 @@ class RLOOConfig(PolicyGradientConfig):
     kl: RewardKL = RewardKL()
 
 
-class RLOO(MonteCarlo):
+class RLOO(CriticFreeLearner):
     """REINFORCE leave-one-out."""
 
     Config: ClassVar[type[LearnerConfig]] = RLOOConfig
@@ -32,8 +31,3 @@ class RLOO(MonteCarlo):
 
     def advantages(self, values: Sequence[float], rewards: Sequence[float]) -> list[float]:
         return left_one_out(values, rewards)
-
-
-def left_one_out(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
-    """v_i - mean of the rewards other than the i-th, n >= 2."""
-    return [value - mean_of([*rewards[:i], *rewards[i + 1 :]]) for i, value in enumerate(values)]

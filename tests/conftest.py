@@ -211,7 +211,7 @@ class _Recording:
 def _check_episode(episode, answers):
     """What the engine was given at turn k is exactly the segments before turn k of its row, what it returned is
     recorded as it came, and nothing else carries weight."""
-    from envgym.learner import LearnRow
+    from envgym.learner import TrainSample
     from envgym.types import StopReason
 
     turn = 0
@@ -224,18 +224,18 @@ def _check_episode(episode, answers):
             if segment.role == "action":
                 asked, said = answers[f"{episode.id}.{turn:04d}"]
                 assert tuple(before) == asked
-                assert tuple(segment.token_ids) == said.token_ids
-                assert tuple(segment.logprobs) == said.logprobs
+                assert tuple(segment.token_ids) == tuple(said.token_ids)
+                assert tuple(segment.logprobs) == tuple(said.logprobs)
                 assert segment.versions == said.versions
-                assert segment.weights == [1.0] * len(said.token_ids)
+                assert list(segment.loss_weights) == [1.0] * len(said.token_ids)
                 turn += 1
             else:
                 assert segment.logprobs is None
-                assert set(segment.weights) <= {0.0}
+                assert set(segment.loss_weights) <= {0.0}
             before += segment.token_ids
-        learned = LearnRow.of(row)
+        learned = TrainSample.of(row)
         assert learned.token_ids.tolist() == row.token_ids
-        assert learned.weights.tolist() == row.weights
+        assert learned.loss_weights.tolist() == [w for segment in row.segments for w in segment.loss_weights]
     assert turn == len([key for key in answers if key.startswith(f"{episode.id}.")])
     stops = [row.turns[-1].stop_reason for row in episode.rows if row.turns]
     if stops and stops[-1] is StopReason.LENGTH:

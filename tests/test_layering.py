@@ -51,7 +51,7 @@ OPEN = {
     ("envgym.registry", "envgym.remote.joined"),
 }
 """Circles of imports that are still to be opened."""
-RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/")
+RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/", "learners/losses.py")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
 
 

@@ -151,7 +151,7 @@ class Conversation:
     def said(self, text: str) -> tuple[int, ...]:
         """The token ids of the program's answer, where it is the policy's last turn unchanged; else none."""
         last, generation = self._generations[-1]
-        return generation.token_ids if last.strip() == text.strip() else ()
+        return tuple(generation.token_ids) if last.strip() == text.strip() else ()
 
     @property
     def rows(self) -> list[Row]:

@@ -17,7 +17,7 @@ from envgym.isolation import cancellation
 from envgym.isolation.deadline import Deadline
 from envgym.rollout.runner import apply_judgement, as_judgement
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Message, Observation, Outcome, Task
+from envgym.types import Action, Episode, Message, Observation, Outcome, Task, float_array, int_array
 
 Script = Callable[[int, Observation], Action | None]
 """The action for turn k (from 0) given what was just observed; None where it has nothing more to do."""
@@ -106,8 +106,8 @@ class Played:
         transcript.begin([0])
         transcript.messages = list(messages_of(self.first or Observation()))
         for turn in self.turns:
-            ids = turn.action.token_ids
-            transcript.record(Generation(ids, (0.0,) * len(ids), turn.action.stop_reason, ()), 1.0)
+            ids = int_array(turn.action.token_ids)
+            transcript.record(Generation(ids, float_array([0.0] * len(ids)), turn.action.stop_reason, ()), 1.0)
             transcript.paid(turn.reward, turn.info)
             transcript.messages += [Message.of("assistant", turn.action.text), *messages_of(turn.observation)]
         outcome = Outcome.completed() if self.ended else Outcome.truncated("turns")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -66,11 +67,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A sampled turn: `token_ids` [T] (end-of-turn token included), `logprobs` [T] in nats of the
+    """A sampled turn: `token_ids` [T] int32 (end-of-turn token included), `logprobs` [T] float32, in nats, of the
     distribution sampled from, why it ended, and which policy version sampled which tokens."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: array[int]
+    logprobs: array[float]
     stop_reason: StopReason
     versions: tuple[VersionSpan, ...]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,8 @@ class Sample:
     stop: frozenset[int]
     future: asyncio.Future[Generation]
     generator: torch.Generator | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -53,7 +54,7 @@ class Sample:
 
     def generation(self) -> Generation:
         reason = StopReason.STOP if self.stopped else StopReason.LENGTH
-        return Generation(tuple(self.token_ids), tuple(self.logprobs), reason, spans(self.versions))
+        return Generation(self.token_ids, self.logprobs, reason, spans(self.versions))
 
 
 class TransformersEngine:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.types import StopReason, VersionSpan
+from envgym.types import StopReason, VersionSpan, float_array, int_array
 
 from .base import EngineInfo, Generation, Request, check_fits
 from .model_folder import check_model_folder, end_tokens, read_weights
@@ -118,8 +118,8 @@ class VLLMEngine:
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
         return Generation(
-            token_ids=tuple(output.token_ids),
-            logprobs=tuple(output.logprobs.logprobs),
+            token_ids=int_array(output.token_ids),
+            logprobs=float_array(output.logprobs.logprobs),  # vLLM computes them in float32
             stop_reason=STOP_REASONS[output.finish_reason],
             versions=tuple(VersionSpan(int(s.version), s.start, s.end) for s in output.weight_versions),
         )

@@ -152,7 +152,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return {
         "role": segment.role,
         "token_ids": list(segment.token_ids),
-        "weights": list(segment.weights),
+        "weights": list(segment.loss_weights),
         "logprobs": None if segment.logprobs is None else list(segment.logprobs),
         "versions": [_values(span) for span in segment.versions],
         "temperature": segment.temperature,
@@ -162,9 +162,9 @@ def _segment(segment: Segment) -> dict[str, Any]:
 def _segment_of(record: Mapping[str, Any]) -> Segment:
     return Segment(
         record["role"],
-        list(record["token_ids"]),
-        list(record["weights"]),
-        None if record["logprobs"] is None else list(record["logprobs"]),
+        record["token_ids"],
+        record["weights"],
+        record["logprobs"],
         tuple(VersionSpan(**_known(VersionSpan, span)) for span in record["versions"]),
         record["temperature"],
     )

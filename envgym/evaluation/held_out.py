@@ -10,7 +10,7 @@ from envgym.config.schema import EvalConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
-from envgym.learner import Learner
+from envgym.learner import Learner, trajectories
 from envgym.rollout.runner import SamplingPlan
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
@@ -65,5 +65,5 @@ class HeldOut:
     async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
         """The learner's metrics of held-out recorded episodes, from the actor's scores of them."""
         groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, 1))
-        rows = learner.prepare(groups)
+        rows = learner.prepare(trajectories(groups))
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}

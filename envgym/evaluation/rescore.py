@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +91,7 @@ class Recorded(Agent):
         saved = self._recordings[id(task)]
         actions = recorded_actions(saved)
         transcript = Transcript(None)
-        transcript.rows = [Row([Segment("action", [])])]  # a row to write the turns down in
+        transcript.rows = [Row([Segment("action", array("i"))])]  # a row to write the turns down in
         turns = transcript.rows[0].turns
         await env.reset(seed=saved.seed, options={"task": task})
         outcome = Outcome.truncated(RECORDING)
@@ -135,10 +136,7 @@ def recorded_actions(saved: Episode) -> list[Action]:
 def _with_rewards(rows: Sequence[Row], turns: Sequence[Turn]) -> list[Row]:
     """The rows with the rewards of these turns; None for those that were not played."""
     rewards: Iterator[float | None] = iter([turn.reward for turn in turns])
-    return [
-        replace(row, turns=[Turn(next(rewards, None), turn.stop_reason) for turn in row.turns], outputs={})
-        for row in rows
-    ]
+    return [replace(row, turns=[Turn(next(rewards, None), turn.stop_reason) for turn in row.turns]) for row in rows]
 
 
 def _settings(config: RunConfig, episodes: str) -> dict[str, Any]:

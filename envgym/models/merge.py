@@ -148,7 +148,8 @@ def _through_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
     """The model with the numbers that its weights are computed with when they are kept in 4 bits."""
     import torch
 
-    from envgym.workers.adapter import quantization, whole
+    from envgym.workers.adapter import quantization
+    from envgym.workers.parameters import whole
 
     dtype = getattr(torch, origin["dtype"])
     kept = type(model).from_pretrained(base, config=model.config, dtype=dtype, quantization_config=quantization(dtype))

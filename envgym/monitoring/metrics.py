@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from envgym.errors import RolloutFailed
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.types import Episode, Group, Status, StopReason
 
 
@@ -110,9 +110,9 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def token_counts(rows: Sequence[LearnRow], text: Sequence[LearnRow], epochs: int) -> dict[str, int]:
+def token_counts(rows: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
     """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
-    trained, of_text = (sum(int((row.weights > 0).sum()) for row in part) * epochs for part in (rows, text))
+    trained, of_text = (sum(int((row.loss_weights > 0).sum()) for row in part) * epochs for part in (rows, text))
     processed = sum(len(row.token_ids) for row in [*rows, *text]) * epochs
     counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
     return counts | ({"tokens/pretrain": of_text} if text else {})
@@ -130,7 +130,7 @@ def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]
 
 
 def computing_metrics(
-    info: Mapping[str, Any], rows: Sequence[LearnRow], ranks: int, seconds: float
+    info: Mapping[str, Any], rows: Sequence[TrainSample], ranks: int, seconds: float
 ) -> dict[str, float]:
     """The speed of a role's devices while they learned from `rows` for `seconds`: `tflops`, 10^12
     floating-point operations a second and device, and `mfu`, their share of what the device could do at most.

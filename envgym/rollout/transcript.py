@@ -11,7 +11,20 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.engines.base import Generation
-from envgym.types import Episode, Limit, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import (
+    Episode,
+    Limit,
+    Message,
+    Objective,
+    Outcome,
+    Row,
+    Segment,
+    StopReason,
+    Task,
+    Turn,
+    float_array,
+    int_array,
+)
 
 from .scores import reward_as_score
 
@@ -26,7 +39,7 @@ class OutOfBudget(Exception):
 
 class Transcript:
     """An episode while it is played: its rows, the last of which is the context that is sampled from, and what the
-    environment has said of it so far. `messages` is the conversation, for people.
+    environment has given for it so far. `messages` is the conversation, for people.
 
     `max_tokens` bounds what the whole episode may sample.
     """
@@ -47,12 +60,12 @@ class Transcript:
 
     def begin(self, token_ids: Sequence[int]) -> None:
         """Start a row with these tokens as its prompt: the first, or one whose context is not the old one grown."""
-        self.rows.append(Row([Segment("prompt", list(token_ids))]))
+        self.rows.append(Row([Segment("prompt", int_array(token_ids))]))
 
     def feedback(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that nobody is trained on: what the environment said, or a template's glue."""
+        """Append tokens that nobody is trained on: the environment's feedback, or a template's glue."""
         if token_ids:
-            self.rows[-1].segments.append(Segment("feedback", list(token_ids)))
+            self.rows[-1].segments.append(Segment("feedback", int_array(token_ids)))
 
     async def sample(self, overrides: Mapping[str, Any] | None = None) -> Generation:
         """Sample a turn after the current row and append it.
@@ -81,8 +94,8 @@ class Transcript:
         row.segments.append(
             Segment(
                 "action",
-                list(generation.token_ids),
-                logprobs=list(generation.logprobs),
+                int_array(generation.token_ids),
+                logprobs=float_array(generation.logprobs),
                 versions=generation.versions,
                 temperature=temperature,
             )
@@ -93,11 +106,12 @@ class Transcript:
         """Append a turn that was not sampled but shown."""
         row = self.rows[-1]
         row.objective = Objective.CROSS_ENTROPY
-        row.segments.append(Segment("action", list(token_ids)))
+        row.segments.append(Segment("action", int_array(token_ids)))
         row.turns.append(Turn(None, StopReason.STOP))
 
     def paid(self, reward: float | None, info: Mapping[str, Any]) -> None:
-        """What the environment said of the last turn. The last score, answer and value of each metric stand."""
+        """Record the environment's reward and info for the last turn. The last score, answer and value of each metric
+        stand."""
         self.rows[-1].turns[-1].reward = reward
         if info.get("score") is not None:
             self.score = float(info["score"])
@@ -107,7 +121,7 @@ class Transcript:
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why the last turn ended; None before the first."""
+        """Reason why the last turn ended; None before the first."""
         return next((row.turns[-1].stop_reason for row in reversed(self.rows) if row.turns), None)
 
     def episode(self, task: Task, outcome: Outcome) -> Episode:

@@ -21,10 +21,9 @@ from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
 from envgym.services import Services, start_services
 from envgym.workers.group import WorkerGroup
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
-from envgym.workers.runtime import Runtime
+from envgym.workers.runtime import InlineRuntime, Runtime
 
 from .pretraining import Pretraining
 from .run_folder import RunFolder

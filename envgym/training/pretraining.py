@@ -14,7 +14,7 @@ from envgym.config.schema import PretrainConfig
 from envgym.env import TaskSet
 from envgym.errors import DataError, did_you_mean
 from envgym.hashing import derived_seed
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.folders import open_rows
@@ -37,13 +37,13 @@ class Pretraining:
             raise DataError(f"pretrain.path: {config.path} holds no rows")
         self._cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
-    async def next(self) -> list[LearnRow]:
+    async def next(self) -> list[TrainSample]:
         """The step's rows: every token counts but the first. Their units and episodes are numbered from -1 downwards,
         so that they meet nobody else's."""
         documents = await self._cursor.next(self._config.rows)
         return [self._row(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
 
-    def _row(self, text: str, number: int) -> LearnRow:
+    def _row(self, text: str, number: int) -> TrainSample:
         import numpy as np
 
         token_ids = self._renderer.prompt(Observation(text=text))
@@ -53,12 +53,12 @@ class Pretraining:
         token_ids = token_ids[: self._config.max_tokens]  # one that is cut is not taught to end there
         weights = np.ones(len(token_ids), np.float32)
         weights[0] = 0.0  # nothing predicts the first token
-        return LearnRow(
-            token_ids=np.asarray(token_ids, np.int64),
-            weights=weights,
+        return TrainSample(
+            token_ids=np.asarray(token_ids, np.int32),
+            loss_weights=weights,
             old_logprobs=np.full(len(token_ids), np.nan, np.float32),
             objective=Objective.CROSS_ENTROPY,
-            unit=number,
+            batch_unit=number,
             episode=number,
             group=number,
             current=False,
@@ -71,7 +71,7 @@ class Pretraining:
         self._cursor.load_state(state)
 
 
-def spread(rows: Sequence[LearnRow], parts: int) -> list[list[LearnRow]]:
+def spread(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
     """Rows dealt out to `parts` optimizer steps, as evenly as their number allows."""
     return [list(rows[index::parts]) for index in range(parts)]
 

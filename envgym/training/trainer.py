@@ -19,6 +19,7 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.parquet import write_rollouts
 from envgym.errors import EnvgymError, InvalidOutcome, RolloutFailed, WorkerError
 from envgym.evaluation.held_out import HeldOut
+from envgym.learner import trajectories
 from envgym.monitoring.metrics import check_failures, held_out_metrics, rollout_metrics, speed_metrics
 from envgym.monitoring.recorder import Recorder
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
@@ -98,7 +99,7 @@ class Trainer:
         started = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         try:
-            groups = await self.roll_out()
+            groups = trajectories(await self.roll_out())
             await self.update.score(groups)
             self.checkpoints.weights_change()
             await self.update.learn(groups)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from envgym.config.schema import StageConfig
 from envgym.errors import RunError
-from envgym.learner import LearnerConfig, LearnRow
+from envgym.learner import LearnerConfig, TrainSample, Trajectory
 from envgym.monitoring.metrics import computing_metrics, token_counts
-from envgym.types import Group
 
 from .launch import Components
 from .pretraining import spread
@@ -25,20 +24,19 @@ class Update:
         self._stage = stage
         self._progress = progress
 
-    async def score(self, groups: Sequence[Group]) -> None:
-        """Let every role that scores (reference, critic) add its numbers to the rows that the learner will see."""
+    async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
         roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
         if not roles:
             return
-        rows = [row for group in groups for episode in group.episodes for row in episode.rows]
+        samples = [sample for group in groups for trajectory in group for sample in trajectory.samples]
         with self._progress.timed("score"):
-            samples = [LearnRow.of(row) for row in rows]  # once: no role is sent another one's numbers
             for role in roles:
                 outputs = await self._components.workers[role].forward(samples)
-                for row, output in zip(rows, outputs, strict=True):
-                    row.outputs[role] = output.tolist()
+                for sample, output in zip(samples, outputs, strict=True):
+                    sample.arrays[role] = output
 
-    async def learn(self, groups: Sequence[Group]) -> None:
+    async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Prepare rows and take the optimizer steps they make up, each with denominators over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
         with progress.timed("prepare"):
@@ -62,7 +60,7 @@ class Update:
         progress.tokens["trained"] += progress.record["tokens/trained"]
         learner.observe(progress.record)
 
-    async def take(self, rows: Sequence[LearnRow], text: Sequence[LearnRow]) -> dict[str, float]:
+    async def take(self, rows: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
         """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
         numbers under their own names, another role's behind its name."""
         components, progress = self._components, self._progress
@@ -93,12 +91,12 @@ class Update:
         return config if own is None or own.lr is None else config.model_copy(update={"lr": own.lr})
 
 
-def cut(rows: Sequence[LearnRow], parts: int) -> list[list[LearnRow]]:
+def cut(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
     """Rows in `parts` consecutive pieces of about as many units each; a unit is never cut."""
-    units = list(dict.fromkeys(row.unit for row in rows))
+    units = list(dict.fromkeys(row.batch_unit for row in rows))
     parts = min(parts, len(units))
     piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
-    return [[row for row in rows if piece[row.unit] == index] for index in range(parts)]
+    return [[row for row in rows if piece[row.batch_unit] == index] for index in range(parts)]
 
 
 def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from envgym.engines.base import Engine
 from envgym.errors import RunError
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.render import Renderer
-from envgym.types import Observation, Row, Segment
+from envgym.types import Observation, Row, Segment, int_array
 from envgym.workers import weight_files as weights
 from envgym.workers.group import WorkerGroup
 
@@ -73,7 +73,7 @@ class WeightSync:
     async def _difference_on_probe(self) -> float:
         token_ids = self.renderer.prompt(Observation(text=PROBE))
         # As if it were an action: tokens that do not count are not scored.
-        [scored] = await self.actor.forward([LearnRow.of(Row([Segment("action", token_ids)]))])
+        [scored] = await self.actor.forward([TrainSample.of(Row([Segment("action", int_array(token_ids))]))])
         sampled = await self.engine.score(tuple(token_ids))
         differences = [abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)]
         return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,16 +18,16 @@ import torch
 from envgym.errors import ConfigError, missing_package
 from envgym.models.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 
-from . import tensor_parallel, zero
-from . import weight_files as weights
+from . import weight_files
+from .parameters import whole
 
 NAME = "default"
-"""What peft calls the adapter in the names of modules and parameters."""
+"""The adapter's name for peft, in the names of modules and parameters."""
 PREFIX = "base_model.model."
-"""What every name in peft's files begins with."""
+"""Beginning of every name in peft's files."""
 
 Read = Callable[[str, torch.nn.Parameter], torch.Tensor]
-"""What gives the numbers of a parameter, whole, by its name in the model and itself. Ranks must call it together."""
+"""(name in the model, parameter) -> the parameter's numbers, whole. Ranks must call it together."""
 
 
 class Adapter:
@@ -92,7 +91,7 @@ class Adapter:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(path))
-        weights.write(path / ADAPTER_WEIGHTS, tensors)
+        weight_files.write(path / ADAPTER_WEIGHTS, tensors)
         if self._quantize != "none":
             dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
             (path / ORIGIN).write_text(json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n")
@@ -111,7 +110,7 @@ class Adapter:
             yield _plain(name), tensor
 
     def _delta(self, layer: str, read: Read) -> torch.Tensor:
-        """What the adapter adds to a layer's weight, float32."""
+        """The adapter's addition to a layer's weight, float32."""
         part = self._layers[layer]
         a = read(f"{layer}.lora_A.{NAME}.weight", part.lora_A[NAME].weight)
         b = read(f"{layer}.lora_B.{NAME}.weight", part.lora_B[NAME].weight)
@@ -132,7 +131,7 @@ def library() -> Any:
 
 
 def quantization(dtype: torch.dtype) -> Any:
-    """What `from_pretrained` is given for a model in 4 bits that computes in `dtype`.
+    """The argument of `from_pretrained` for a model in 4 bits that computes in `dtype`.
 
     Raises `EnvgymError` where the library is missing or has no build for this machine.
     """
@@ -163,29 +162,6 @@ def tame_quantized(model: Any) -> None:
             part.support_avx512bf16_for_cpu = False
     del model.config.quantization_config
     model.hf_quantizer = None
-
-
-def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter's numbers, also where ranks have a part each, who then must call together; those kept in 4 bits come
-    in the number format they are computed with."""
-    with zero.gathered(parameter):
-        if hasattr(parameter, "ds_id"):
-            return tensor_parallel.joined(parameter, parameter.detach()).cpu().clone()
-    state = getattr(parameter, "quant_state", None)
-    if state is None:
-        return tensor_parallel.joined(parameter, parameter.detach())
-    import bitsandbytes
-
-    numbers: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.detach(), state)
-    return numbers
-
-
-def n_numbers(parameter: torch.nn.Parameter) -> int:
-    """How many numbers a parameter stands for, wherever they are and however they are kept."""
-    state = getattr(parameter, "quant_state", None)
-    if state is not None:
-        return math.prod(state.shape)
-    return tensor_parallel.n_numbers(parameter)
 
 
 def _is_of_adapter(name: str) -> bool:

@@ -11,20 +11,19 @@ import asyncio
 import ctypes
 import faulthandler
 import gc
-import importlib
 import inspect
 import os
+import pickle
 import signal
 import socket
+import struct
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-from envgym import errors
 from envgym.isolation.cancellation import is_shutdown
 
-from .frames import Outbox, read_frame
+from .runtime import close_object, describe_error, load_target
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,36 +39,58 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load_target(target: str) -> Any:
-    """Import `package.module:Class`."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+# ---------------------------------------------------------------------------------------------------------
+# The wire: messages posted in one turn of the event loop are one frame, an 8-byte length and a pickled list of
+# messages, each pickled on its own, so that one message that cannot be pickled fails alone. The wire joins processes of
+# one user on one machine (a socket pair made before the worker starts), which is why pickle is safe here.
+
+_LENGTH = struct.Struct("!Q")
+
+FEW = 16
+"""Messages after which a frame is written where the turn need not be waited for."""
 
 
-Described = tuple[str, str, dict[str, Any]]
-"""An exception as it crosses the wire, without unpickling foreign classes: the name of the nearest class in
-`envgym.errors` (empty where it is not ours), a one-line message, and what else an `InvalidOutcome` says."""
+class Outbox:
+    """Collects messages and writes them in frames, in order: those of one turn of the event loop as one.
+
+    With `whole_turns` a wave of calls reaches the worker whole: none of it runs there before all of it has arrived.
+    Without, a frame is written every few messages, so that the worker begins while there is more to come.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, *, whole_turns: bool = True) -> None:
+        self._writer = writer
+        self._whole_turns = whole_turns
+        self._messages: list[bytes] = []
+
+    def post(self, message: Any) -> None:
+        """Queue `message`. Raises what pickle raises, at once, where it cannot be pickled."""
+        data = pickle.dumps(message, protocol=5)
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._messages.append(data)
+        if not self._whole_turns and len(self._messages) >= FEW:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._messages:
+            body = pickle.dumps(self._messages, protocol=5)
+            self._messages = []
+            self._writer.write(_LENGTH.pack(len(body)))
+            self._writer.write(body)
 
 
-def describe_error(error: BaseException) -> Described:
-    """What `rebuilt_error` makes the exception of again."""
-    if isinstance(error, errors.EnvgymError):
-        ours = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
-        if isinstance(error, errors.InvalidOutcome):
-            return ours, str(error), {"kind": error.kind, "retryable": error.retryable}
-        return ours, str(error), {}
-    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": "), {}
+async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
+    """The messages of the next frame; None when the other side is gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        body = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return [pickle.loads(message) for message in pickle.loads(body)]
 
 
-def rebuilt_error(described: Described, name: str, log: Path) -> errors.EnvgymError:
-    """The exception, or a `WorkerError` of the worker called `name` where it was not ours."""
-    ours, message, more = described
-    if not ours:
-        return errors.WorkerError(f"{name}: {message} (log: {log})")
-    if more:
-        return errors.InvalidOutcome(message=message, **more)
-    found: type[errors.EnvgymError] = getattr(errors, ours)
-    return found(message)
+# ---------------------------------------------------------------------------------------------------------
+# The worker
 
 
 class Host:
@@ -122,10 +143,7 @@ class Host:
         self._outbox.post((call, describe_error(error), None))
 
     async def close(self) -> None:
-        close = getattr(self._worker, "close", None)
-        result = close() if close else None
-        if inspect.isawaitable(result):
-            await result
+        await close_object(self._worker)
 
 
 async def serve(fd: int) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WorkersConfig(Settings):
-    """How a model is spread over processes and memory. None of it changes what is learned, but for rounding."""
+    """Spread of a model over processes and memory. None of it changes what is learned, but for rounding."""
 
     ranks: int = Field(1, ge=1)
     """Processes (one per GPU, where there are any) that share the work of one model."""
@@ -38,7 +38,7 @@ class WorkersConfig(Settings):
     tokens_per_microbatch: int = Field(4096, ge=1)
     """Tokens that go through a rank at once, padding included. Smaller saves memory; the gradient is the same."""
     attention: str = "auto"
-    """How attention is computed, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
+    """Implementation of attention, by transformers' names: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`,
     `flex_attention`. `auto` is a flash kernel where one is installed and the model knows it, else `sdpa`."""
     packing: bool | Literal["auto"] = "auto"
     """Rows go through the model end to end instead of padded to the longest. `auto`: with flash kernels, for which that
@@ -53,7 +53,7 @@ class WorkersConfig(Settings):
 
     @property
     def ranks_per_row(self) -> int:
-        """How many ranks have the same rows. They follow each other; all others have rows of their own."""
+        """Number of ranks that have the same rows. They follow each other; all others have rows of their own."""
         return self.tensor_parallel * self.sequence_parallel
 
     @property
@@ -62,7 +62,7 @@ class WorkersConfig(Settings):
         return self.tokens_per_microbatch * self.sequence_parallel
 
     def partitions(self, *, trained: bool) -> bool:
-        """Whether the parameters of a model are split over the ranks (ZeRO 3)."""
+        """The parameters of a model are split over the ranks (ZeRO 3)."""
         return self.zero_stage == 3 or (self.offload_parameters and not trained)
 
     def check(self, role: str, learner: LearnerConfig | None) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from envgym.errors import WorkerDied, WorkerError
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.models.lora import LoraConfig
 
 from .config import WorkersConfig
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 GRACE_SECONDS = 1.0
-"""How long the others may take, after a rank failed, to say something better: who lost a peer speaks first,
-the peer's own end tells more."""
+"""Time for the others, after a rank failed, to fail with a better reason: a rank that lost its peer fails first, and
+the peer's own end explains more."""
 
 
 class WorkerGroup:
@@ -30,7 +31,7 @@ class WorkerGroup:
         self.role = role
         self.settings = settings
         self.info: dict[str, Any] = {}
-        """What rank 0 says of itself (`ModelWorker.info`)."""
+        """Rank 0's `ModelWorker.info`."""
         self._handles = list(handles)
         self._closing: list[asyncio.Task[None]] = []
         self._forward = "forward"
@@ -101,20 +102,21 @@ class WorkerGroup:
 
     # -- scoring and learning -----------------------------------------------------------------------------
 
-    async def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+    async def forward(self, rows: Sequence[TrainSample]) -> list[FloatArray]:
         """One float32 array [T] a row, in order; see `ModelWorker.forward`."""
         if not rows:
             return []
         by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].token_ids))
         n_shares = self._n_shares
         shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]  # no rank may stay away (ZeRO-3)
-        results = await self._on_shares(self._forward, [([rows[index] for index in share],) for share in shares])
+        bare = [replace(row, arrays={}) for row in rows]
+        results = await self._on_shares(self._forward, [([bare[index] for index in share],) for share in shares])
         scores: dict[int, FloatArray] = {}
         for share, result in zip(shares, results[:: self.settings.ranks_per_row], strict=True):
             scores.update(zip(share, result, strict=True))
         return [scores[index] for index in range(len(rows))]
 
-    async def accumulate(self, rows: Sequence[LearnRow], denominators: Mapping[str, float]) -> dict[str, float]:
+    async def accumulate(self, rows: Sequence[TrainSample], denominators: Mapping[str, float]) -> dict[str, float]:
         """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
         `mismatch/…`."""
         shares = micro_batches(rows, self.settings.budget, self._n_shares, packed=self.info["packed"])
@@ -130,10 +132,6 @@ class WorkerGroup:
         results = await self._on_all("step", lr)
         step: dict[str, float] = results[0]
         return step
-
-    async def learn(self, rows: Sequence[LearnRow], denominators: Mapping[str, float], lr: float) -> dict[str, float]:
-        """`accumulate`, then `step`."""
-        return await self.accumulate(rows, denominators) | await self.step(lr)
 
     # -- weights and state --------------------------------------------------------------------------------
 
@@ -171,7 +169,7 @@ class WorkerGroup:
 
     @property
     def _n_shares(self) -> int:
-        """How many shares rows are dealt in: ranks that work on the same rows get the same."""
+        """Number of shares that rows are dealt in: ranks that work on the same rows get the same."""
         return len(self._handles) // self.settings.ranks_per_row
 
     async def _on_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -206,7 +204,7 @@ class WorkerGroup:
                 call.cancel()
 
     def _close_soon(self) -> None:
-        """Begin to end all ranks, without waiting for it: whoever waits for a call should hear of it now."""
+        """Begin to end all ranks, without waiting for it: whoever waits for a call is to get its error now."""
         self._closing += [asyncio.ensure_future(handle.close()) for handle in self._handles]
 
 

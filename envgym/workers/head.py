@@ -24,7 +24,7 @@ NARROWEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Rescaling:
-    """What an architecture does to its logits after the output layer: `cap * tanh(scale * logits / cap)`, or without
+    """Change of the logits after the output layer, by architecture: `cap * tanh(scale * logits / cap)`, or without
     a cap `scale * logits`."""
 
     scale: float = 1.0
@@ -48,8 +48,8 @@ class Rescaling:
 
 
 class ScoringHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
-    """A linear output layer that says what tokens are worth. It is called as a module, once a micro-batch, so that
-    DeepSpeed finds its weight in use where it expects to."""
+    """A linear output layer that gives log-probabilities of tokens. It is called as a module, once a micro-batch, so
+    that DeepSpeed finds its weight in use where it expects to."""
 
     rescaling: Rescaling
 
@@ -184,7 +184,7 @@ class _Vocabulary:
     temperatures: torch.Tensor
     rescaling: Rescaling
     divide: bool
-    """Whether any temperature is not 1."""
+    """Some temperature is not 1."""
 
     @property
     def slices(self) -> list[slice]:

@@ -1,4 +1,4 @@
-"""How rows are laid out: cut into micro-batches of even cost, the same number on every rank.
+"""Layout of rows: cut into micro-batches of even cost, the same number on every rank.
 
 Padded to the longest of its rows, a micro-batch of B rows costs B x Tmax tokens; sorting by length first keeps that
 close to the true number of tokens. Packed end to end, it costs no more than its tokens, and rows of any lengths go
@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envgym.learner import LearnRow, RowBatch
+from envgym.learner import RowBatch, TrainSample
 
 if TYPE_CHECKING:
     import torch
 
-Unit = list[LearnRow]
-MicroBatch = list[LearnRow]
+Unit = list[TrainSample]
+MicroBatch = list[TrainSample]
 
 SLACK = 1.05
-"""How much more than the mean (or than the costliest unit, which nothing can divide) the fullest micro-batch may
-cost."""
+"""Largest cost of the fullest micro-batch, as a multiple of the mean (or of the costliest unit, which nothing can
+divide)."""
 
 WORTH = 1 / 8
 """The share of a full micro-batch that one more must save of padding: each has costs of its own."""
 
 
 def micro_batches(
-    rows: Sequence[LearnRow], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
+    rows: Sequence[TrainSample], tokens_per_microbatch: int, n_ranks: int, *, packed: bool = False
 ) -> list[list[MicroBatch]]:
     """Cut rows into micro-batches: `result[rank][k]` is a list of rows.
 
@@ -51,42 +51,44 @@ def micro_batches(
     shapes = [_Shape(len(unit), _longest(unit), cost(unit, packed=True)) for unit in units]
     shares = _fewest(shapes, tokens_per_microbatch, n_ranks, packed)
     cheapest = min(units, key=lambda unit: cost(unit, packed=packed))
-    batches = [[row for index in share for row in units[index]] if share else silenced(cheapest) for share in shares]
+    batches = [
+        [row for index in share for row in units[index]] if share else padding_samples(cheapest) for share in shares
+    ]
     return _deal(batches, n_ranks, packed)
 
 
 def cost(batch: MicroBatch, *, packed: bool) -> int:
-    """What a micro-batch costs: its tokens, or padded, the rows times the longest of them."""
+    """Cost of a micro-batch: its tokens, or padded, the rows times the longest of them."""
     return sum(len(row.token_ids) for row in batch) if packed else len(batch) * _longest(batch)
 
 
-def silenced(unit: Unit) -> Unit:
+def padding_samples(unit: Unit) -> Unit:
     """A copy of a unit that adds nothing: zero weights, no sampled log-probabilities."""
     return [
-        replace(row, weights=np.zeros_like(row.weights), old_logprobs=np.full_like(row.old_logprobs, np.nan))
+        replace(row, loss_weights=np.zeros_like(row.loss_weights), old_logprobs=np.full_like(row.old_logprobs, np.nan))
         for row in unit
     ]
 
 
 def is_silent(batch: MicroBatch) -> bool:
-    """Whether a micro-batch only fills up."""
-    return not any(row.weights.any() for row in batch)
+    """The micro-batch only fills up."""
+    return not any(row.loss_weights.any() for row in batch)
 
 
-def _units(rows: Sequence[LearnRow]) -> list[Unit]:
+def _units(rows: Sequence[TrainSample]) -> list[Unit]:
     units: dict[int, Unit] = {}
     for row in rows:
-        units.setdefault(row.unit, []).append(row)
+        units.setdefault(row.batch_unit, []).append(row)
     return list(units.values())
 
 
-def _longest(rows: Sequence[LearnRow]) -> int:
+def _longest(rows: Sequence[TrainSample]) -> int:
     return max(len(row.token_ids) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a unit costs depends on nothing but this."""
+    """All that the cost of a unit depends on."""
 
     rows: int
     longest: int
@@ -203,7 +205,7 @@ def _deal(batches: list[MicroBatch], n_ranks: int, packed: bool) -> list[list[Mi
     return ranks
 
 
-def pad(rows: Sequence[LearnRow], device: torch.device, length: int | None = None) -> RowBatch:
+def pad(rows: Sequence[TrainSample], device: torch.device, length: int | None = None) -> RowBatch:
     """Pad rows of one objective on the right into tensors [B, T]; T is `length` or the longest row's.
 
     Padding is 0 everywhere but in the log-probabilities as sampled, where it is NaN.
@@ -222,8 +224,28 @@ def pad(rows: Sequence[LearnRow], device: torch.device, length: int | None = Non
     return RowBatch(
         objective=rows[0].objective,
         token_ids=stack([row.token_ids for row in rows], 0, np.int64),
-        weights=stack([row.weights for row in rows], 0, np.float32),
+        loss_weights=stack([row.loss_weights for row in rows], 0, np.float32),
         old_logprobs=stack([row.old_logprobs for row in rows], np.nan, np.float32),
         arrays={name: stack([row.arrays[name] for row in rows], 0, np.float32) for name in rows[0].arrays},
         episodes=torch.tensor([row.episode for row in rows], device=device),
     )
+
+
+def network_inputs(
+    rows: Sequence[TrainSample], batches: Sequence[RowBatch], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The network's arguments for a micro-batch, whose rows, in order, are padded to one length in `batches`: token ids
+    [B, T], lengths [B], the tokens that count or were sampled [B, T] bool, and temperatures [B, T]."""
+    import torch
+
+    token_ids, weights, old = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "loss_weights", "old_logprobs")
+    )
+    scales = np.ones(tuple(token_ids.shape), np.float32)
+    for scale, row in zip(scales, rows, strict=True):
+        if row.temperatures is not None:
+            scale[: len(row.temperatures)] = row.temperatures
+    # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
+    scales[scales == 0] = 1.0
+    lengths = torch.tensor([len(row.token_ids) for row in rows], device=device)
+    return token_ids, lengths, (weights != 0) | old.isfinite(), torch.from_numpy(scales).to(device)

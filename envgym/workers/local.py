@@ -1,7 +1,7 @@
 """Workers as child processes of the controller, on this machine.
 
 Each worker is a fresh interpreter (never a fork: torch and vLLM do not survive one) that talks over a socket pair
-and writes its output to a file of the run folder. See `frames` for the wire and `child` for the other side.
+and writes its output to a file of the run folder. See `child` for the wire and the other side.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
 
-from .child import START, rebuilt_error
-from .frames import Outbox, read_frame
+from .child import START, Outbox, read_frame
+from .runtime import rebuilt_error
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """The controller, engine and ranks share the cores, so threads that wait must sleep. But not at once: small models have
@@ -125,9 +125,9 @@ class LocalWorker:
         ending = asyncio.create_task(self._process.wait())
         await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done() and reading.exception() is not None:
-            self._signal(signal.SIGKILL)  # what it says cannot be understood: it is of no use any more
+            self._signal(signal.SIGKILL)  # its answers cannot be read: it is of no use any more
         status = await ending
-        await asyncio.wait({reading}, timeout=1.0)  # what it said before it ended still counts
+        await asyncio.wait({reading}, timeout=1.0)  # answers from before its end still count
         reading.cancel()
         self._signal(signal.SIGKILL)  # processes it started and left behind
         self._writer.close()

@@ -1,4 +1,5 @@
-"""Numbers that worker ranks log: sums that can be added up over micro-batches and ranks, then divided."""
+"""Numbers that worker ranks log: sums that can be added up over micro-batches and ranks, then divided; and what the
+device holds and can do."""
 
 from __future__ import annotations
 
@@ -12,6 +13,43 @@ from envgym.learner import Metrics
 
 if TYPE_CHECKING:
     import torch
+
+
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+}
+"""Dense 16-bit matrix FLOPs a second, from the makers' data sheets, by a part of the device's name; the more precise
+name comes first."""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """The most that the named device can do, in FLOPs a second; None where that is not known, as in float32."""
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    return next((flops for name, flops in PEAK_FLOPS.items() if _names(device_name, name)), None)
+
+
+def _names(device_name: str, part: str) -> bool:
+    """The words of `part` follow each other in the name ("A10" is not in "NVIDIA A100")."""
+    return f" {part} " in f" {device_name.replace('-', ' ').replace('/', ' ')} "
 
 
 def add(total: Metrics, more: Metrics) -> None:
@@ -46,7 +84,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def mismatch(logprobs: torch.Tensor, old_logprobs: torch.Tensor, current: torch.Tensor) -> Metrics:
-    """How far the trainer's log-probabilities are from the sampler's, where both are of the same weights.
+    """Distance of the trainer's log-probabilities from the sampler's, where both are of the same weights.
 
     logprobs, old_logprobs [B, T] nats (old ones NaN where nothing was sampled), current [B] bool. `k3` is
     Schulman's estimate of KL(sampler || trainer), r - 1 - log r with r = trainer / sampler.

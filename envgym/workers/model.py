@@ -2,7 +2,7 @@
 
 One process is one rank. The ranks of a role form a process group of their own; the controller is no part of it
 and calls the same method on every rank. Everything here runs in the worker, so torch may be imported at the top;
-DeepSpeed is imported once the environment says which accelerator and which rank this is.
+DeepSpeed is imported once the process's environment names the accelerator and the rank.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ import torch
 import transformers.modeling_utils  # noqa: F401  # here, not when a model is loaded, which may have to wait for others
 
 from envgym.errors import ConfigError, RunError
-from envgym.learner import Learner, LearnRow, Metrics, Outputs, RowBatch
+from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 from envgym.models.lora import LoraConfig
-from envgym.types import Row, Segment
 
-from . import muon, state_file, tensor_parallel, zero
-from . import weight_files as weights
-from .adapter import Adapter, n_numbers, whole
-from .average import MovingAverage
+from . import checkpoint, tensor_parallel, weight_files, zero
+from .adapter import Adapter
 from .config import WorkersConfig
-from .experts import check_experts, has_experts
-from .flops import flops_per_token, peak_flops
-from .freezing import freeze
-from .layout import cost, is_silent, micro_batches, pad
-from .metrics import add, mismatch, peak_memory
-from .network import TokenScorer, load_model
-from .packing import packs
+from .layout import cost, is_silent, micro_batches, network_inputs, pad
+from .metrics import add, mismatch, peak_flops, peak_memory
+from .network import TokenScorer, check_experts, has_experts, load_model, use_packing
+from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
+from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters
 from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
@@ -81,7 +76,7 @@ class ModelWorker:
         self.settings = WorkersConfig.model_validate(settings or {})
         self.lora = LoraConfig.model_validate(lora or {})
         self.adapter: Adapter | None = None
-        """What learns in place of the weights, with `lora.rank`."""
+        """Learns in place of the weights, with `lora.rank`."""
         self.network: Any = None
         self.engine: Any = None
         """DeepSpeed's engine around `network`, or `network` itself where DeepSpeed has nothing to do."""
@@ -169,14 +164,15 @@ class ModelWorker:
         if learner_config and learner_config.ema_decay and self.role == "actor":
             where = torch.device("cpu") if self.settings.offload_optimizer else self.device
             self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, where)
-        self.network.packed = self._packs()
+        if self.settings.sequence_parallel == 1:
+            use_packing(self.network, self.engine, self.settings.packing, self.device)
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        """What this rank is: parameters (of the whole model; those that learn), adapter, device, ZeRO stage, rank; how
-        attention is computed and whether rows go through it packed.
+        """Facts of this rank: parameters (of the whole model; those that learn), adapter, device, ZeRO stage, rank,
+        attention, packing.
 
-        `flops_per_token` (a, b): learning from a token of a sequence of T takes the model a + b T FLOPs (see `flops`).
+        `flops_per_token` (a, b): learning from a token of a sequence of T takes the model a + b T FLOPs.
         `peak_flops`: what this rank's device can do in a second, None where that is not known (on a CPU).
         """
         peak = None
@@ -206,7 +202,7 @@ class ModelWorker:
 
     # -- scoring and learning -----------------------------------------------------------------------------
 
-    def forward_base(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+    def forward_base(self, rows: Sequence[TrainSample]) -> list[FloatArray]:
         """`forward` of the model without its adapter: as it was before it learned."""
         assert self.adapter is not None
         with self.adapter.off():
@@ -214,23 +210,23 @@ class ModelWorker:
         return scores
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def forward(self, rows: Sequence[LearnRow]) -> list[FloatArray]:
+    def forward(self, rows: Sequence[TrainSample]) -> list[FloatArray]:
         """One float32 array [T] a row, in order. `arrays` are not read.
 
         `lm` head: log p(token t | those before), in nats, at the token's temperature, of tokens that have a weight or
         were sampled; 0 for the others, of which no logits are computed, and at t = 0. `scalar`: values, of all tokens.
         """
         self.engine.eval()
-        numbered = [replace(row, arrays={}, unit=index) for index, row in enumerate(rows)]
+        numbered = [replace(row, arrays={}, batch_unit=index) for index, row in enumerate(rows)]
         [batches] = micro_batches(numbered, self.settings.budget, 1, packed=self.network.packed)
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
         for batch in self._as_many_as_other_ranks(batches):
-            numbers = self._ask(batch, [pad(batch, self.device)])["logprobs" if self.head == "lm" else "values"]
+            numbers = self._forward(batch, [pad(batch, self.device)])["logprobs" if self.head == "lm" else "values"]
             for row, line in zip(batch, numbers.cpu().numpy(), strict=True):
-                scores[row.unit] = line[: len(row.token_ids)].copy()
+                scores[row.batch_unit] = line[: len(row.token_ids)].copy()
         return scores
 
-    def accumulate(self, microbatches: Sequence[list[LearnRow]], denominators: Mapping[str, float]) -> Metrics:
+    def accumulate(self, microbatches: Sequence[list[TrainSample]], denominators: Mapping[str, float]) -> Metrics:
         """Forward and backward over all of this rank's micro-batches of one optimizer step.
 
         `denominators` are the whole step's, so that the gradient does not depend on how it was cut. That of the loss
@@ -269,19 +265,20 @@ class ModelWorker:
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     def _loss(
-        self, rows: list[LearnRow], denominators: Mapping[str, float], share_of_tokens: float
+        self, rows: list[TrainSample], denominators: Mapping[str, float], share_of_tokens: float
     ) -> tuple[torch.Tensor, Metrics]:
         """A micro-batch's share of the step's loss, over all its objectives."""
         assert self.learner is not None
-        by_objective: dict[str, list[LearnRow]] = {}
+        by_objective: dict[str, list[TrainSample]] = {}
         for row in rows:
             by_objective.setdefault(row.objective, []).append(row)
         rows = [row for part in by_objective.values() for row in part]
         length = max(len(row.token_ids) for row in rows)
         batches = [pad(part, self.device, length) for part in by_objective.values()]
-        said = self._ask(rows, batches)
-        balance = said.pop("balance", None)
-        loss = 0.0 * next(iter(said.values())).sum()  # every parameter is in the graph: ranks must reduce the same ones
+        outputs = self._forward(rows, batches)
+        balance = outputs.pop("balance", None)
+        # Every parameter is in the graph: ranks must reduce the same ones.
+        loss = 0.0 * next(iter(outputs.values())).sum()
         metrics: Metrics = {}
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
@@ -289,10 +286,10 @@ class ModelWorker:
         if is_silent(rows):
             return loss, metrics
         sizes = [len(batch.token_ids) for batch in batches]
-        parts = zip(*(numbers.split(sizes) for numbers in said.values()), strict=True)
+        parts = zip(*(numbers.split(sizes) for numbers in outputs.values()), strict=True)
         for batch, numbers in zip(batches, parts, strict=True):
-            outputs = Outputs(**dict(zip(said, numbers, strict=True)))
-            share, logged = self.learner.loss(self.role, outputs, batch, denominators)
+            own = Outputs(**dict(zip(outputs, numbers, strict=True)))
+            share, logged = self.learner.loss(self.role, own, batch, denominators)
             loss = loss + share
             add(metrics, logged)
         if not loss.isfinite():
@@ -300,40 +297,23 @@ class ModelWorker:
         if self.head == "lm":
             current = torch.tensor([row.current for row in rows], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
-            add(metrics, mismatch(said["logprobs"].detach(), old, current))
+            add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
         return loss, metrics
 
-    def _ask(self, rows: Sequence[LearnRow], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
-        """What the network says of a micro-batch's tokens that count or were sampled. `batches` are its rows, in order,
-        padded to one length."""
-        token_ids, row_weights, old = (
-            torch.cat([getattr(batch, name) for batch in batches]) for name in ("token_ids", "weights", "old_logprobs")
-        )
-        lengths = torch.tensor([len(row.token_ids) for row in rows], device=self.device)
-        wanted = (row_weights != 0) | old.isfinite()
-        temperatures = self._temperatures(rows, token_ids.shape[1])
-        said: dict[str, torch.Tensor] = self.engine(token_ids, lengths, wanted, temperatures)
-        return said
+    def _forward(self, rows: Sequence[TrainSample], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
+        """The network's outputs of a micro-batch. `batches` are its rows, in order, padded to one length."""
+        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(rows, batches, self.device))
+        return outputs
 
-    def _temperatures(self, rows: Sequence[LearnRow], length: int) -> torch.Tensor:
-        """[B, T] what the logits are divided by; 1 for padding."""
-        scales = np.ones((len(rows), length), np.float32)
-        for scale, row in zip(scales, rows, strict=True):
-            if row.temperatures is not None:
-                scale[: len(row.temperatures)] = row.temperatures
-        # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
-        scales[scales == 0] = 1.0
-        return torch.from_numpy(scales).to(self.device)
-
-    def _shares_of_tokens(self, microbatches: Sequence[list[LearnRow]]) -> list[float]:
-        """What share each micro-batch has of the step's tokens, over all ranks; those that only fill up have none."""
+    def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
+        """Each micro-batch's share of the step's tokens, over all ranks; those that only fill up have none."""
         tokens = [0.0 if is_silent(batch) else float(cost(batch, packed=True)) for batch in microbatches]
         total = torch.tensor(sum(tokens), device=self.device)
         torch.distributed.all_reduce(total)
         return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]
 
     def _balances(self, model: torch.nn.Module) -> bool:
-        """Whether the model's experts are kept equally busy. A critic may be dense beside a mixture of experts."""
+        """The model's experts are kept equally busy. A critic may be dense beside a mixture of experts."""
         if self.learner is None or not self.learner.config.moe_aux_coef:
             return False
         if self.settings.sequence_parallel > 1:
@@ -343,32 +323,7 @@ class ModelWorker:
         check_experts(model)
         return True
 
-    def _packs(self) -> bool:
-        """Whether rows go packed through the model. What its code and kernels make of them is tried out, on the same
-        rows packed and padded."""
-        if self.settings.sequence_parallel > 1 or not packs(self.settings.packing, self.network.model):
-            return False
-        vocabulary, lengths = self.network.model.get_input_embeddings().num_embeddings, (9, 6)
-        ids = [np.arange(1, 1 + length, dtype=np.int64) * length % vocabulary for length in lengths]
-        rows = [LearnRow.of(Row([Segment("action", each.tolist())])) for each in ids]
-        batch = pad(rows, self.device)
-        tolerance = 1e-4 if self.info()["dtype"] == "float32" else 2e-2
-        self.engine.eval()
-        with torch.no_grad():
-            padded, packed = (
-                next(iter(self._ask(rows, [batch]).values()))[batch.weights > 0]
-                for self.network.packed in (False, True)
-            )
-        if (packed - padded).abs().mean() < tolerance * padded.abs().mean():
-            return True
-        if self.settings.packing is True:
-            raise ConfigError(
-                f"workers.packing=true does not work with {self.network.model.config.model_type} and "
-                f"{self.network.model.config._attn_implementation}: rows see each other"
-            )
-        return False
-
-    def _as_many_as_other_ranks(self, batches: list[list[LearnRow]]) -> list[list[LearnRow]]:
+    def _as_many_as_other_ranks(self, batches: list[list[TrainSample]]) -> list[list[TrainSample]]:
         """With partitioned parameters every rank must make the same number of calls: repeat the last one."""
         if self.world_size == 1 or not self.settings.partitions(trained=self.trained):
             return batches
@@ -386,7 +341,7 @@ class ModelWorker:
         """
         tensors = dict(self._parameters(remove_duplicate=False, merged=False))
         if self.rank == 0:
-            weights.write(path, tensors)
+            weight_files.write(path, tensors)
 
     def export_adapter(self, folder: str) -> None:
         """Write the adapter as a folder in peft's form (rank 0 does)."""
@@ -404,18 +359,8 @@ class ModelWorker:
     def save_average(self, folder: str) -> None:
         """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
         own number format. Rank 0 writes."""
-        average = self.average
-        assert average is not None
-
-        def read(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-            if name in average:
-                return average.whole(name, self.device).to(parameter.dtype)
-            return whole(parameter)
-
-        if self.adapter is not None:
-            named = self.adapter.parameters(read, merged=True, remove_duplicate=True)
-        else:
-            named = ((name, read(name, parameter)) for name, parameter in self.network.model.named_parameters())
+        assert self.average is not None
+        named = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
         tensors = {name: tensor.cpu() for name, tensor in named if self.rank == 0}
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
@@ -429,18 +374,18 @@ class ModelWorker:
         state: dict[str, Any] = {
             "world_size": self.world_size,
             "tensor_parallel": self.settings.tensor_parallel,
-            "random": _random_states(),
+            "random": checkpoint.random_states(),
         }
         if self.average is not None:
             state["average"] = self.average.state()
-        state_file.write(Path(folder, f"rank-{self.rank}.pt"), state)
+        checkpoint.write(Path(folder, f"rank-{self.rank}.pt"), state)
 
     def load_state(self, folder: str) -> None:
         """Go on from `save_state`, bit for bit. Raises `RunError` where it is not there or of other ranks."""
         path = Path(folder, f"rank-{self.rank}.pt")
         if not path.is_file():
             raise RunError(f"{folder} holds no state of rank {self.rank} of {self.role}")
-        state = state_file.read(path)
+        state = checkpoint.read(path)
         if state["world_size"] != self.world_size:
             raise RunError(
                 f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
@@ -456,29 +401,20 @@ class ModelWorker:
             if "average" not in state:
                 raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
             self.average.load_state(state["average"])
-        _set_random_states(state["random"])
+        checkpoint.set_random_states(state["random"])
 
     def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters, one at a time; on ranks other than 0 only as often as gathering needs them. `merged`: with
-        the adapter added to them, where there is one."""
-        if self.adapter is not None:
-            named = self.adapter.parameters(lambda _, p: whole(p), merged=merged, remove_duplicate=remove_duplicate)
-            yield from (pair for pair in named if self.rank == 0)
-            return
-        for name, parameter in self.network.model.named_parameters(remove_duplicate=remove_duplicate):
-            with zero.gathered(parameter):
-                numbers = tensor_parallel.joined(parameter, parameter.detach())
-                passing = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
-                if self.rank == 0:
-                    yield name, numbers.cpu().clone() if passing else numbers
+        return whole_parameters(
+            self.network.model, self.adapter, self.rank, remove_duplicate=remove_duplicate, merged=merged
+        )
 
     def _optimizer(self, json: Mapping[str, Any]) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
-        """What makes the optimizer, where DeepSpeed's JSON does not name it."""
+        """A function that makes the optimizer, where DeepSpeed's JSON does not name it."""
         if self.learner is None or self.learner.config.optimizer != "muon":
             return None
-        muon.mark(self.network.model)
-        muon.check(self.network.model, json)
-        return muon.optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
+        mark_for_muon(self.network.model)
+        check_muon(self.network.model, json)
+        return muon_optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
 
     def _seed_generators(self) -> None:
         random.seed(self.seed)
@@ -499,20 +435,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    generator: Any = np.random.get_state()
-    name, keys, *rest = generator
-    numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a tensor, which is read without running code
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])

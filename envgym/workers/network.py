@@ -6,29 +6,30 @@ Log-probabilities and entropies are computed inside `forward` (see `head`), so t
 
 from __future__ import annotations
 
+import inspect
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from envgym.errors import EnvgymError
+from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
 
 from .adapter import quantization, tame_quantized
-from .experts import balance_loss
 from .head import Rescaling, ScoringHead
-from .packing import packed_inputs
+from .parameters import n_experts
 from .sequence_parallel import Slices
 
 
 class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Log-probabilities and entropies (`lm` head) or values (`scalar` head) of rows.
 
-    `entropy`: entropies are part of the graph; else they are only said.
-    `balance`: in training the model, a mixture of experts, also says how unequally busy its experts are.
+    `entropy`: entropies are part of the graph; else they are there to be logged.
+    `balance`: in training the model, a mixture of experts, also gives how unequally busy its experts are.
     `slices`: the ranks that share the tokens of each row; all of them answer for all tokens.
-    `packed` may be set where `packing.packs`: rows go through the model end to end instead of padded.
+    `packed` may be set where `packs` allows it: rows go through the model end to end instead of padded.
 
     Raises `EnvgymError` for a model that cannot do what is asked of it.
     """
@@ -72,26 +73,26 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         length = token_ids.shape[1]
         real = torch.arange(length, device=token_ids.device) < lengths[:, None]
         answer = self._answer(token_ids, lengths, real)
-        hidden, said = answer.last_hidden_state, {}
+        hidden, outputs = answer.last_hidden_state, {}
         if self.balance and self.training:
-            said["balance"] = balance_loss(self.model, answer.router_logits, None if self.packed else real)
+            outputs["balance"] = balance_loss(self.model, answer.router_logits, None if self.packed else real)
         if self.head == "scalar":
             values = self._scalar_head()(hidden).squeeze(-1).float()
             if self.packed:
                 values = values.new_zeros(real.shape).masked_scatter(real, values)
-            return said | {"values": self.slices.join(values, length)}
+            return outputs | {"values": self.slices.join(values, length)}
         # the state at t - 1 predicts token t
         targets, asked, scales = (self.slices.own(whole, ahead=1) for whole in (token_ids, wanted, temperatures))
         states = hidden[0, asked[real]] if self.packed else hidden[asked]
         numbers = self.model.get_output_embeddings()(states, targets[asked], scales[asked], self.training, self.entropy)
         spread = [number.new_zeros(asked.shape).masked_scatter(asked, number) for number in numbers]
         both = self.slices.join(torch.stack(spread, 2), length)
-        return said | dict(
+        return outputs | dict(
             zip(("logprobs", "entropy"), nn.functional.pad(both[:, :-1], (0, 0, 1, 0)).unbind(2), strict=False)
         )
 
     def _answer(self, token_ids: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> Any:
-        """What the model without its head says: hidden states [B, T, hidden size], of this rank's slices; if packed
+        """Outputs of the model without its head: hidden states [B, T, hidden size], of this rank's slices; if packed
         [1, tokens, hidden size]."""
         options = {"output_router_logits": True} if self.balance and self.training else {}
         backbone = self.model.base_model
@@ -176,3 +177,124 @@ def flash_attention(config: Any, factory: Any, dtype: torch.dtype) -> str | None
     if is_flash_attn_2_available():
         return "flash_attention_2"
     return "flash_attention_3" if is_flash_attn_3_available() else None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows end to end in one sequence, instead of padded to the longest
+
+
+def packed_inputs(token_ids: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> dict[str, Any]:
+    """Arguments of transformers' models for rows of `lengths` [B] out of `token_ids` [B, T], of which `real` [B, T] are
+    tokens and not padding: one sequence of all tokens, with positions that begin again at each row.
+
+    From those `sdpa`, `eager` and `flex_attention` make the mask that keeps rows apart (`masking_utils`), if they get
+    no mask and no cache; flash kernels take the rows' ends.
+    """
+    positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+    ends = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max())
+    return {
+        "input_ids": token_ids[real][None],
+        "position_ids": positions[real][None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def packs(setting: bool | Literal["auto"], model: nn.Module) -> bool:
+    """Rows go packed through `model` (from Hugging Face): if set so, or by itself with flash kernels.
+
+    Raises `ConfigError` where packing is asked for and the model would take its rows for one.
+    """
+    if setting is False:
+        return False
+    obstacle = _packing_obstacle(model)
+    if setting == "auto":
+        return not obstacle and "flash" in model.config._attn_implementation  # as transformers tells them
+    if obstacle:
+        raise ConfigError(f"workers.packing=true does not work with {model.config.model_type}: {obstacle}")
+    return True
+
+
+def use_packing(network: TokenScorer, engine: Any, setting: bool | Literal["auto"], device: torch.device) -> None:
+    """Set `network.packed` where `packs` allows it and rows do not see each other: what the model's code and kernels
+    make of rows is tried out, on the same rows packed and padded. `engine` is DeepSpeed's around the network, or it.
+
+    Raises `ConfigError` where packing is asked for and the rows see each other.
+    """
+    if not packs(setting, network.model):
+        return
+    lengths = torch.tensor([9, 6], device=device)
+    steps = torch.arange(1, 10, device=device).expand(2, 9)
+    real = steps <= lengths[:, None]
+    token_ids = (steps * lengths[:, None] % network.model.get_input_embeddings().num_embeddings).where(real, 0)
+    asked = real & (steps > 1)
+    engine.eval()
+    with torch.no_grad():
+        outputs = []
+        for network.packed in (False, True):
+            outputs.append(
+                next(iter(engine(token_ids, lengths, asked, torch.ones(2, 9, device=device)).values()))[asked]
+            )
+    padded, packed = outputs
+    tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
+    network.packed = bool((packed - padded).abs().mean() < tolerance * padded.abs().mean())
+    if setting is True and not network.packed:
+        kind = network.model.config._attn_implementation
+        raise ConfigError(
+            f"workers.packing=true does not work with {network.model.config.model_type} and {kind}: rows see each other"
+        )
+
+
+def _packing_obstacle(model: nn.Module) -> str:
+    """The reason why rows of this model cannot be packed, or nothing."""
+    backbone = model.base_model
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others or getattr(model, "_is_stateful", False):
+        return f"its layers of {others[0] if others else 'state'} would carry one row over into the next"
+    # What goes by transformers' own attention interface keeps rows apart; others do as they please.
+    if not model._supports_flash_attn or "position_ids" not in inspect.signature(backbone.forward).parameters:
+        return "its attention takes no ends of rows"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Mixtures of experts: the loss that keeps their experts equally busy
+
+
+def has_experts(model: nn.Module) -> bool:
+    """`model` (from Hugging Face) has experts whose routers can be read."""
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    return "router_logits" in recorded and hasattr(_code(model), "load_balancing_loss_func")
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model whose experts cannot be balanced, or that has none."""
+    if not has_experts(model):
+        what = "none that transformers can balance" if n_experts(model.config.get_text_config()) else "none"
+        raise ConfigError(
+            f"learner.moe_aux_coef keeps the experts of a model equally busy; {model.config.model_type} has {what}: "
+            "set it to 0"
+        )
+
+
+def balance_loss(model: nn.Module, router_logits: tuple[torch.Tensor, ...], real: torch.Tensor | None) -> torch.Tensor:
+    """E * sum over experts of f_e P_e, a scalar: f_e is the share of tokens that go to expert e, P_e the mean
+    probability that its router gives it; 1 per expert a token goes to where all are equally busy.
+
+    Source: W. Fedus et al., "Switch Transformer" (2021), eq. 4 to 6, as transformers has it for the architecture (all
+    layers in one mean). router_logits: [tokens, E] a layer; `real`: the tokens that count, None: all.
+    """
+    config = model.config.get_text_config()
+    loss: torch.Tensor = _code(model).load_balancing_loss_func(
+        router_logits, n_experts(config), config.num_experts_per_tok, real
+    )
+    return loss
+
+
+def _code(model: nn.Module) -> Any:
+    """The module of transformers that the architecture is written in."""
+    return sys.modules[type(model).__module__]

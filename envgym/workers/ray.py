@@ -24,7 +24,7 @@ from typing import Any
 from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
 
 from . import guard
-from .child import Described, describe_error, load_target, rebuilt_error
+from .runtime import Described, close_object, describe_error, load_target, rebuilt_error
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
@@ -32,7 +32,7 @@ CLOSE_TIMEOUT = 10.0
 """Seconds a worker may take to end by itself when asked, before it is killed."""
 CALLS_AT_ONCE = 2**20
 """Calls that an actor may have in flight: as good as any number. At Ray's own 1,000 an engine with as many requests in
-flight would never hear that it may go on, or that there are new weights."""
+flight would never get the call to go on, or that with new weights."""
 
 Answer = tuple[Described | None, Any]
 """(error, result): errors cross as (class of `envgym.errors` or empty, one line), so nothing foreign is unpickled."""
@@ -114,10 +114,7 @@ class Host:
             self._early.pop(number).set_result(None)
 
     async def close(self) -> None:
-        close = getattr(self._worker, "close", None)
-        result = close() if close else None
-        if inspect.isawaitable(result):
-            await result
+        await close_object(self._worker)
 
 
 class RayWorker:
@@ -181,7 +178,7 @@ class RayWorker:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say in our words what Ray says. A call that cannot be carried is an error; whatever else is lost (memory, a
+        """Raise our errors for Ray's. A call that cannot be carried is an error; whatever else is lost (memory, a
         machine, an object, the actor) takes the worker with it."""
         import ray
 

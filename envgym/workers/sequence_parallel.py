@@ -21,11 +21,11 @@ from torch import nn
 from envgym.errors import ConfigError
 
 PER_HEAD = ("s_aux", "position_bias")
-"""What transformers hands to attention beside the states and has a part for each head."""
+"""Arguments of transformers' attention, beside the states, that have a part for each head."""
 
 
 class Slices:
-    """How one group of ranks shares the tokens of its rows: rank r has those from r * t up to (r + 1) * t, where t is
+    """One group of ranks that shares the tokens of its rows: rank r has those from r * t up to (r + 1) * t, where t is
     T / size, rounded up. Without a group there is one slice, and it is everything."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -55,7 +55,7 @@ class Slices:
         return joined[:, :length]
 
     def answer(self, model: nn.Module, token_ids: torch.Tensor, **options: Any) -> Any:
-        """What `model` (from Hugging Face) says of this rank's slice of `token_ids` [B, T].
+        """Outputs of `model` (from Hugging Face) for this rank's slice of `token_ids` [B, T].
 
         Raises `ConfigError` for a model with anything but one attention in each layer that `install` could reach: what
         mixes tokens in another way would see a slice for a sequence.
@@ -129,7 +129,7 @@ class Slices:
         ALL_MASK_ATTENTION_FUNCTIONS.register(kind, mask_of_all)
 
     def _obstacle(self, model: nn.Module, n_heads: int, reachable: bool) -> str:
-        """Why rows cannot be cut for this model, or nothing."""
+        """The reason why rows cannot be cut for this model, or nothing."""
         if n_heads % self.size:
             return f"it does not divide the {n_heads} attention heads"
         if not reachable or getattr(model, "_is_stateful", False):
@@ -188,7 +188,8 @@ class _Join(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped 
 
 
 def _rope_types(model: nn.Module) -> set[str]:
-    """How the model rotates by positions: Hugging Face's rotary modules say it, some of them per kind of layer."""
+    """The model's kinds of rotation by position, from Hugging Face's rotary modules, some of which have one for each
+    kind of layer."""
     found: set[str] = set()
     for module in model.modules():
         kinds = getattr(module, "rope_type", ())

@@ -50,7 +50,7 @@ def prepare(network: nn.Module, model: nn.Module) -> None:
 
 
 def n_numbers(parameter: nn.Parameter) -> int:
-    """How many numbers a parameter has, those of other ranks included."""
+    """Number of numbers in a parameter, those of other ranks included."""
     if _cut_along(parameter) is None:
         return int(getattr(parameter, "ds_numel", parameter.numel()))  # ds_numel: of a parameter that ZeRO-3 spreads
     return int(torch.Size(_layout(parameter)["original_shape"]).numel())
@@ -88,7 +88,7 @@ def _cut_along(parameter: nn.Parameter) -> int | None:
 
 
 def _layout(parameter: nn.Parameter) -> dict[str, Any]:
-    """What AutoTP notes at a parameter, for checkpoints of its own."""
+    """AutoTP's notes at a parameter, for checkpoints of its own."""
     layout: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
     return layout
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
 from envgym.errors import ConfigError, RunError, missing_package
 
-from . import muon, state_file, tensor_parallel
+from . import checkpoint, tensor_parallel
 
 if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from .config import WorkersConfig
 
 MEETING_SECONDS = 300
-"""How long ranks wait for each other at the start."""
+"""Limit of the ranks' wait for each other at the start."""
 COLLECTIVE_SECONDS = 3600
-"""How long they wait for each other from then on: rank 0 may read a large checkpoint from slow storage meanwhile. Who
+"""Limit of their waits from then on: rank 0 may read a large checkpoint from slow storage meanwhile. Who
 waits for a rank that is gone is ended by the controller, at once."""
 
 
@@ -65,7 +66,7 @@ def config(
     if settings.compile:
         ours["compile"] = {"deepcompile": True}
     ours["gradient_clipping"] = learner.max_grad_norm
-    if learner.optimizer == "muon":  # made by `muon.optimizer`, since DeepSpeed would take a scalar head for a matrix
+    if learner.optimizer == "muon":  # made by `muon_optimizer`, since DeepSpeed would take a scalar head for a matrix
         ours["gradient_clipping"] = 0.0  # it would clip what is orthogonalised already, at a length of its own
         ours["zero_force_ds_cpu_optimizer"] = False
         if stage == 3:
@@ -145,7 +146,7 @@ def engine(
             buffer.data = buffer.data.to(device)
             torch.distributed.broadcast(buffer.data, 0)
     if json["zero_optimization"]["stage"]:
-        muon.library(device)  # ZeRO imports it in any case, and on a CPU not as it should be
+        muon_library(device)  # ZeRO imports it in any case, and on a CPU not as it should be
     trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     parameters = trainable if optimizer or "optimizer" in json else None
     wrapped, *_ = library.initialize(model=network, model_parameters=parameters, optimizer=optimizer, config=dict(json))
@@ -184,7 +185,7 @@ def take_step(engine: Any) -> float | None:
 
 
 def loss_scale(engine: Any) -> float | None:
-    """What float16's losses are multiplied by; None for other formats."""
+    """The factor of float16's losses; None for other formats."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
 
 
@@ -228,6 +229,14 @@ def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
     return context
 
 
+def muon_library(device: torch.device) -> Any:
+    """DeepSpeed's module of Muon, which its ZeRO optimizers import too."""
+    # It compiles the iteration, for each shape of a matrix: seconds that are never won back on a CPU.
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} if device.type == "cpu" else {}):
+        from deepspeed.runtime.zero.muon import muon_optimizer
+    return muon_optimizer
+
+
 def _read(path: str, map_location: Any = None) -> Any:
     """A file that DeepSpeed wrote into a checkpoint: tensors, plain values, and a few classes of its own."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -235,12 +244,12 @@ def _read(path: str, map_location: Any = None) -> Any:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    return state_file.read(path, map_location, also=own)
+    return checkpoint.read(path, map_location, also=own)
 
 
 def _saying_when_the_disk_is_full(save: Callable[..., None]) -> Callable[..., None]:
     def write(state_dict: Any, path: str) -> None:
-        with state_file.writing(path):
+        with checkpoint.writing(path):
             save(state_dict, path)
 
     return write

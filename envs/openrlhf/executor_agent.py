@@ -11,7 +11,7 @@ from envgym.agents.multi_turn import MultiTurn
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.rollout.transcript import OutOfBudget, Transcript
-from envgym.types import Episode, Limit, Message, Outcome, Row, Segment, StopReason, Task
+from envgym.types import Episode, Limit, Message, Outcome, Row, Segment, StopReason, Task, float_array
 
 SPEAKERS = {"prompt": "user", "feedback": "user", "action": "assistant"}
 
@@ -58,8 +58,8 @@ class OpenRLHFExecutor(MultiTurn):
                 limit = reached
                 return None
             return {
-                "token_ids": generation.token_ids,
-                "logprobs": generation.logprobs,
+                "token_ids": list(generation.token_ids),
+                "logprobs": list(generation.logprobs),
                 "finish_reason": "length" if generation.stop_reason is StopReason.LENGTH else "stop",
             }
 
@@ -111,7 +111,8 @@ def declared(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple[int,
                 for row in rows
                 for segment in row.segments
                 if id(segment) not in found and segment.role == "action"
-                if segment.token_ids[: end - start] == tokens[start:end] and _before(row, segment) == tokens[:start]
+                if list(segment.token_ids[: end - start]) == tokens[start:end]
+                and _before(row, segment) == tokens[:start]
             ),
             None,
         )
@@ -122,11 +123,11 @@ def declared(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple[int,
                 "observation_tokens before it",
             )
         found.add(id(match))
-        match.weights = [1.0] * (end - start) + [0.0] * (len(match.token_ids) - (end - start))
+        match.loss_weights = float_array([1.0] * (end - start) + [0.0] * (len(match.token_ids) - (end - start)))
     kept = [row for row in rows if any(id(segment) in found for segment in row.segments)]
     for segment in (segment for row in kept for segment in row.segments if segment.role == "action"):
         if id(segment) not in found:
-            segment.weights = [0.0] * len(segment.token_ids)
+            segment.loss_weights = float_array([0.0] * len(segment.token_ids))
     return kept
 
 

@@ -150,7 +150,7 @@ def test_the_models_own_end_token_ends_a_turn(engine, policy):
     assert margins.max() > 1e-3
     prompt = tuple(prompts[margins.argmax()].tolist())
     [generation] = engine.generate([Request("end", prompt, SamplingParams(max_tokens=5, temperature=0))])
-    assert generation.token_ids == (END,)
+    assert list(generation.token_ids) == [END]
     assert generation.stop_reason is StopReason.STOP
 
 

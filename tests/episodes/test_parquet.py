@@ -35,7 +35,7 @@ def episode():
             "action", [3, 4, 0], logprobs=[-0.25, -1.5, -0.0], versions=(VersionSpan(6, 0, 1), VersionSpan(7, 1, 3))
         ),
         Segment("feedback", [9]),
-        Segment("action", [5, 0], weights=[0.5, 0.0], logprobs=[-2.0, -3.0], versions=(VersionSpan(7, 0, 2),)),
+        Segment("action", [5, 0], loss_weights=[0.5, 0.0], logprobs=[-2.0, -3.0], versions=(VersionSpan(7, 0, 2),)),
     ]
     turns = [Turn(None, StopReason.STOP), Turn(0.75, StopReason.LENGTH)]
     return Episode(
@@ -151,7 +151,7 @@ def test_episodes_are_read_back_as_they_were(tmp_path, episode):
         id="other",
         task=task,
         outcome=Outcome.failed("timeout", "it took 3 s", retryable=True),
-        rows=[Row([Segment("action", [7], weights=[0.1], logprobs=[-0.5], temperature=0.7)], turns=[])],
+        rows=[Row([Segment("action", [7], loss_weights=[0.1], logprobs=[-0.5], temperature=0.7)], turns=[])],
         messages=[Message("assistant", (TextPart(""),), (unread,))],
     )
     write_rollouts(tmp_path / "episodes.parquet", [episode, other])

@@ -39,7 +39,7 @@ EPISODE = Episode(
             [
                 Segment("prompt", [1, 2]),
                 Segment("action", [3, 4], logprobs=[-0.1, -1e-7], versions=(VersionSpan(6, 0, 2),), temperature=0.7),
-                Segment("feedback", [9], weights=[0.5]),
+                Segment("feedback", [9], loss_weights=[0.5]),
             ],
             turns=[Turn(None, StopReason.STOP), Turn(0.1, StopReason.LENGTH)],
         ),
@@ -98,5 +98,5 @@ def test_a_record_shares_nothing_with_the_episode_that_could_change_under_it():
     record = to_record(EPISODE)
     record["rows"][0]["segments"][0]["token_ids"].append(5)
     record["metrics"]["format"] = 0.0
-    assert EPISODE.rows[0].segments[0].token_ids == [1, 2]
+    assert list(EPISODE.rows[0].segments[0].token_ids) == [1, 2]
     assert EPISODE.metrics == {"format": 1.0}

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scored_rows import ScoredRow, scored
 
 from envgym.learner import Outputs
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Group, Outcome, Segment, StopReason, Task, Turn
 from envgym.workers.layout import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "numbers.json").read_text())
@@ -73,10 +74,10 @@ class Step:
         self.learner = learner_class(learner_class.Config(**own))
         groups = self._groups(self.batch["rewards"] if rewards is None else rewards)
         self.members = [int(episode.id) for group in groups for episode in group.episodes]
-        self.rows = self.learner.prepare(groups)
+        self.rows = self.learner.prepare(scored(groups))
         pairs = zip(self.members, self.rows, strict=True)
         self.advantages = {
-            member: sorted(set(row.arrays["advantages"][row.weights > 0].tolist())) for member, row in pairs
+            member: sorted(set(row.arrays["advantages"][row.loss_weights > 0].tolist())) for member, row in pairs
         }
 
     def take(self, members=None, micro_batch=99):
@@ -107,7 +108,7 @@ class Step:
                 turns = [Turn(None, StopReason.STOP) for segment in segments if segment.role == "action"]
                 turns[-1].reward = rewards[i]
                 outputs = {"actor": old[i], "reference": batch["reference"][i]}
-                row = Row(segments, turns=turns, outputs={k: [0.0] * len(PROMPT) + v for k, v in outputs.items()})
+                row = ScoredRow(segments, turns=turns, outputs={k: [0.0] * len(PROMPT) + v for k, v in outputs.items()})
                 cut = i in self.faults.get("truncated", [])
                 outcome = Outcome.truncated("max_tokens") if cut else Outcome.completed()
                 episodes.append(Episode(str(i), Task("t"), outcome, rows=[row], reward=rewards[i]))
@@ -140,7 +141,7 @@ def segments_of(mask, sampled):
 def in_float64(batch):
     return dataclasses.replace(
         batch,
-        weights=batch.weights.double(),
+        loss_weights=batch.loss_weights.double(),
         old_logprobs=batch.old_logprobs.double(),
         arrays={name: tensor.double() for name, tensor in batch.arrays.items()},
     )
@@ -241,7 +242,7 @@ def test_our_kl_is_paid_by_the_tokens_that_caused_it(trl):
     for i, row in enumerate(ours.rows):
         [advantage] = without.advantages[i]
         to_go = np.cumsum((current[i] - reference[i])[::-1])[::-1]
-        assert row.arrays["advantages"][row.weights > 0] == pytest.approx(advantage - 0.05 * to_go, abs=1e-6)
+        assert row.arrays["advantages"][row.loss_weights > 0] == pytest.approx(advantage - 0.05 * to_go, abs=1e-6)
 
 
 @batches_of("grpo_failed", "dapo_failed", "rloo_failed")

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.baseline import centred, mean_of
-from envgym.learners.rloo import left_one_out
+from envgym.learners.advantages import centred, left_one_out, mean_of
 from envgym.registry import load_component
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from envgym.learners.correction import CorrectionConfig, correction, episode_means
+from envgym.learners.losses import correction, episode_means
+from envgym.learners.settings import CorrectionConfig
 
 NAN, INF = float("nan"), float("inf")
 

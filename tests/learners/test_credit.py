@@ -2,10 +2,8 @@
 
 import pytest
 
-from envgym.learners.baseline import centred
-from envgym.learners.credit import turn_advantages
-from envgym.learners.grpo import standardised
-from envgym.learners.rloo import left_one_out
+from envgym.learner import trajectories
+from envgym.learners.advantages import centred, left_one_out, standardised, turn_advantages
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
 
@@ -55,8 +53,8 @@ def group(*members):
 
 def advantages(name, *members, **settings):
     kind = load_component("learner", name)
-    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare([group(*members)])
-    return [row.arrays["advantages"][row.weights > 0].tolist() for row in rows]
+    rows = kind(kind.Config(name=name, advantage_norm="none", **settings)).prepare(trajectories([group(*members)]))
+    return [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
 
 
 def test_of_an_episode_or_of_a_turn():

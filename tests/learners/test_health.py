@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from scored_rows import ScoredRow, scored
 
-from envgym.learner import LearnRow, Outputs
+from envgym.learner import Outputs, TrainSample
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
 from envgym.workers.layout import pad
 from envgym.workers.metrics import merge
 
@@ -31,13 +32,13 @@ def row(ratios, *, advantages=None, sampled=None, reference=None, unit=0):
     arrays = {"advantages": tokens(advantages or [1.0] * n), "actor": old}
     if reference is not None:
         arrays["reference"] = tokens(reference)
-    return LearnRow(
+    return TrainSample(
         token_ids=np.arange(n + 1),
-        weights=np.array([0.0] + [1.0] * n, np.float32),
+        loss_weights=np.array([0.0] + [1.0] * n, np.float32),
         old_logprobs=tokens(old[1:] if sampled is None else sampled),
         objective=Objective.POLICY_GRADIENT,
         arrays=arrays,
-        unit=unit,
+        batch_unit=unit,
         episode=unit,
     )
 
@@ -47,7 +48,7 @@ def logged(learner, *batches):
     parts = []
     for rows in batches:
         batch = pad(rows, CPU)
-        logprobs = torch.where(batch.weights > 0, -1.0, float("nan"))
+        logprobs = torch.where(batch.loss_weights > 0, -1.0, float("nan"))
         outputs = Outputs(logprobs=logprobs, entropy=-2 * logprobs)
         _, metrics = learner.loss("actor", outputs, batch, {Objective.POLICY_GRADIENT: 4.0})
         parts.append(metrics)
@@ -105,7 +106,7 @@ def test_corrections_are_told():
 
 def test_a_micro_batch_without_a_token_to_learn_from_says_nothing():
     silent = row([1.0, 1.0])
-    silent.weights[:] = 0
+    silent.loss_weights[:] = 0
     learner = make(minibatches=2)
     assert logged(learner, [silent], [row([1.5])]) == logged(learner, [row([1.5])])
     assert logged(learner, [silent]) == {}
@@ -115,7 +116,7 @@ def group(*rewards, lengths=None):
     episodes = []
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         segments = [Segment("prompt", [1]), Segment("action", [2] * length, logprobs=[-1.0] * length)]
-        one = Row(segments, turns=[Turn(reward, "stop")], outputs={"reference": [-1.0] * (length + 1)})
+        one = ScoredRow(segments, turns=[Turn(reward, "stop")], outputs={"reference": [-1.0] * (length + 1)})
         episodes.append(Episode("e", Task("t"), Outcome.completed(), rows=[one], reward=reward))
     return Group("g", Task("t"), episodes)
 
@@ -123,7 +124,7 @@ def group(*rewards, lengths=None):
 def test_advantages_by_hand():
     """Centred: -1 (two tokens) and 1 (six); 0 and 0. Mean 4 / 12, mean square 8 / 12; groups spread by 1 and by 0."""
     learner = make("dr_grpo")
-    told = learner.metrics(learner.prepare([group(0.0, 2.0, lengths=[2, 6]), group(3.0, 3.0)]))
+    told = learner.metrics(learner.prepare(scored([group(0.0, 2.0, lengths=[2, 6]), group(3.0, 3.0)])))
     assert told["advantage/mean"] == pytest.approx(4 / 12)
     assert told["advantage/std"] == pytest.approx((8 / 12 - (4 / 12) ** 2) ** 0.5)
     assert told["advantage/max_abs"] == 1.0
@@ -137,14 +138,14 @@ def test_advantages_of_no_token():
     cut = group(0.0, 1.0)
     for episode in cut.episodes:
         episode.outcome = Outcome.truncated("length")
-    assert learner.metrics(learner.prepare([cut])) == {"learner/episodes": 2.0}
+    assert learner.metrics(learner.prepare(scored([cut]))) == {"learner/episodes": 2.0}
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_an_adaptive_coefficient_follows_the_measured_kl(place):
     """It grows where the KL is above its target, is what the next step's rows carry, and is kept by a checkpoint."""
     learner = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "place": place})
-    rows = learner.prepare([group(0.0, 1.0)])
+    rows = learner.prepare(scored([group(0.0, 1.0)]))
     record = learner.metrics(rows) | {"policy/kl": 0.3}
     assert record["policy/kl_coef"] == 0.5
     learner.observe(record)
@@ -152,7 +153,7 @@ def test_an_adaptive_coefficient_follows_the_measured_kl(place):
     assert learner.kl_coef == pytest.approx(expected)
     again = make("grpo", kl={"coef": 0.5, "target": 0.1, "horizon": 100, "place": place})
     again.load_state(learner.state())
-    rows = again.prepare([group(0.0, 1.0)])
+    rows = again.prepare(scored([group(0.0, 1.0)]))
     assert again.metrics(rows)["policy/kl_coef"] == pytest.approx(expected)
     if place == "loss":  # the worker's own learner knows nothing of it but what the rows carry
         assert rows[0].arrays["kl_coef"].tolist() == pytest.approx([expected] * 3)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.kl import adapted, kl_estimate
+from envgym.learners.losses import kl_estimate
+from envgym.learners.policy_gradient import adapted
 
 LOGPROBS = st.floats(-30, 0)
 

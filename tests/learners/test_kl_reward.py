@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from scored_rows import ScoredRow, scored
 
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Outcome, Segment, Task, Turn
 
 NAN = float("nan")
 ALGORITHMS = ("ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_grpo")
@@ -30,15 +31,15 @@ def episode(reward, ratios, actor=None):
         "critic": [0.0] * 9,
         "actor": tokens(*own),
     }
-    row = Row(segments, turns=[Turn(None, "stop"), Turn(reward, "stop")], outputs=outputs)
+    row = ScoredRow(segments, turns=[Turn(None, "stop"), Turn(reward, "stop")], outputs=outputs)
     return Episode("e", Task("t"), Outcome.completed(), rows=[row], reward=reward)
 
 
 def advantages(name, *episodes, kl, **settings):
     kind = load_component("learner", name)
     learner = kind(kind.Config(name=name, advantage_norm="none", kl=kl, **settings))
-    rows = learner.prepare([Group("g", Task("t"), list(episodes))])
-    return [row.arrays["advantages"][row.weights > 0].tolist() for row in rows]
+    rows = learner.prepare(scored([Group("g", Task("t"), list(episodes))]))
+    return [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
 
 
 @pytest.mark.parametrize("credit", ["turn", "episode"])

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.normalisation import normalised
+from envgym.learner import trajectories
+from envgym.learners.advantages import normalised
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
@@ -63,8 +64,12 @@ def prepared(name, *groups, **settings):
     """For each episode of each group its tokens' advantages."""
     kind = load_component("learner", name)
     learner = kind(kind.Config(name=name, **settings))
-    rows = iter(learner.prepare([Group(str(n), Task("t"), episodes) for n, episodes in enumerate(groups)]))
-    return [[own.arrays["advantages"][own.weights > 0].tolist() for own in [next(rows) for _ in of]] for of in groups]
+    rows = iter(
+        learner.prepare(trajectories([Group(str(n), Task("t"), episodes) for n, episodes in enumerate(groups)]))
+    )
+    return [
+        [own.arrays["advantages"][own.loss_weights > 0].tolist() for own in [next(rows) for _ in of]] for of in groups
+    ]
 
 
 @pytest.mark.parametrize("scope", ["batch", "group"])

@@ -8,7 +8,7 @@ import torch
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError
-from envgym.learner import LearnerConfig, Outputs
+from envgym.learner import LearnerConfig, Outputs, trajectories
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
 from envgym.workers.layout import pad
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 OWN = '''
-from envgym.learners.monte_carlo import MonteCarlo
-from envgym.learners.policy_gradient import PolicyGradientConfig
+from envgym.learners.policy_gradient import CriticFreeLearner
+from envgym.learners.settings import PolicyGradientConfig
 
 
 class Config(PolicyGradientConfig):
@@ -26,7 +26,7 @@ class Config(PolicyGradientConfig):
     """Taken off the best."""
 
 
-class AgainstTheBest(MonteCarlo):
+class AgainstTheBest(CriticFreeLearner):
     """How much worse than the group's best an episode was."""
 
     Config = Config
@@ -58,13 +58,13 @@ def group(*members):
 
 def step(learner, groups):
     """(loss, gradients at sampled tokens) of one optimizer step whose model says -1 at every sampled token."""
-    rows = learner.prepare(groups)
+    rows = learner.prepare(trajectories(groups))
     batch = pad(rows, CPU)
-    logprobs = torch.where(batch.weights > 0, -1.0, float("nan")).requires_grad_()
+    logprobs = torch.where(batch.loss_weights > 0, -1.0, float("nan")).requires_grad_()
     outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
     loss, _ = learner.loss("actor", outputs, batch, learner.denominators(rows))
     loss.backward()
-    return loss.item(), logprobs.grad[batch.weights > 0].tolist()
+    return loss.item(), logprobs.grad[batch.loss_weights > 0].tolist()
 
 
 def test_the_example_learns_by_hand():
@@ -83,8 +83,8 @@ def test_an_advantage_of_ones_own_gets_everything_else(own):
     assert loss == pytest.approx(-1.0)
     assert gradient == pytest.approx(np.repeat([0, 2, 1], 2) / 2 / 3)
     by_turn = kind(kind.Config(name=own, credit="turn", margin=0.5))
-    rows = by_turn.prepare([group([1.0, 5.0], [2.0, 0.0])])
-    tokens = [row.arrays["advantages"][row.weights > 0].tolist() for row in rows]
+    rows = by_turn.prepare(trajectories([group([1.0, 5.0], [2.0, 0.0])]))
+    tokens = [row.arrays["advantages"][row.loss_weights > 0].tolist() for row in rows]
     assert tokens == [[0.5, 0.5, 0.5, 0.5], [-3.5, -3.5, -4.5, -4.5]]
 
 
@@ -103,6 +103,6 @@ def test_its_roles_and_its_contradictions_are_those_of_ours(own):
 def test_its_rows_of_two_objectives_have_a_denominator_each(own):
     kind = load_component("learner", own)
     learner = kind(kind.Config(name=own))
-    rows = learner.prepare([group([1.0], [0.0])])
+    rows = learner.prepare(trajectories([group([1.0], [0.0])]))
     rows[1].objective = Objective.CROSS_ENTROPY
     assert learner.denominators(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}

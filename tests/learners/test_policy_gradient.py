@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored_rows import ScoredRow, scored
 
 from envgym.learner import Outputs
 from envgym.registry import load_component
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
 from envgym.workers.layout import pad
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ class Rollout:
 
     `feedback` tokens stand between two turns; with `split` every turn has a row of its own. Everything that is not
     about a sampled token is one of `garbage`. `models` are what the actor and the critic now say, for each row; what
-    roles said when they scored it is its label, from which a step takes what its learner asks for.
+    roles said when they scored it is in its `says`, from which a step takes what its learner asks for.
     """
 
     def __init__(self, shape=SHAPE, *, seed=0, feedback=2, split=False, weights=(1.0,), garbage=None):
@@ -87,7 +88,7 @@ class Rollout:
         rows, models, start = [], [], 0
         for turn, length in enumerate(lengths):
             if turn == 0 or self.split:
-                rows.append(Row([Segment("prompt", [1, 2])]))
+                rows.append(ScoredRow([Segment("prompt", [1, 2])]))
                 models.append([{} for _ in range(2)])
             elif self.feedback:
                 rows[-1].segments.append(Segment("feedback", [3] * self.feedback))
@@ -95,7 +96,7 @@ class Rollout:
             of_turn = [{name: values[start + i] for name, values in numbers.items()} for i in range(length)]
             action = Segment("action", [7] * length, logprobs=[token["sampled"] for token in of_turn])
             if length:
-                action.weights = weights[start : start + length].tolist()
+                action.loss_weights = weights[start : start + length].tolist()
             rows[-1].segments.append(action)
             rows[-1].turns.append(Turn(rewards[turn], "stop"))
             models[-1] += of_turn
@@ -109,7 +110,7 @@ class Rollout:
         says = {name: [token.get(name, self.junk()) for token in tokens] for name in PER_TOKEN}
         for name, last in zip(("critic", "new_value"), ends if ends is not None else (None, None), strict=True):
             says[name] = [*says[name][1:], self.junk() if last is None else last]
-        row.label = {name: says[name] for name in ("actor", "reference", "critic")}
+        row.says = {name: says[name] for name in ("actor", "reference", "critic")}
         self.models.append({name: np.array(says[name], np.float32) for name in ("new", "entropy", "new_value")})
 
     @property
@@ -136,11 +137,11 @@ class Step:
             self.loss[role], self.gradient[role] = self.learn(learner, role, cut, padding)
 
     def learn(self, learner, role, cut, padding):
-        units = list(dict.fromkeys(row.unit for row in self.rows))
+        units = list(dict.fromkeys(row.batch_unit for row in self.rows))
         total, gradients = 0.0, {}
         for start in range(0, len(units), cut or len(units)):
             mine = set(units[start : start + (cut or len(units))])
-            numbers = [i for i, row in enumerate(self.rows) if row.unit in mine]
+            numbers = [i for i, row in enumerate(self.rows) if row.batch_unit in mine]
             part = [self.rows[i] for i in numbers]
             length = max(len(row.token_ids) for row in part) + padding
             batch = pad(part, CPU, length)
@@ -160,7 +161,7 @@ class Step:
             for name, (numerator, denominator) in metrics.items():
                 self.metrics.setdefault(f"{role}/{name}", []).append((numerator, denominator))
             for at, i in enumerate(numbers):
-                counted = np.flatnonzero(self.rows[i].weights > 0)
+                counted = np.flatnonzero(self.rows[i].loss_weights > 0)
                 for name, leaf in leaves.items():
                     if leaf.grad is not None:
                         line = leaf.grad[at].numpy()
@@ -190,8 +191,8 @@ def prepared(learner, rollout):
     """The rows to learn from, once the learner's roles have scored the rollout."""
     scoring = [role for role, spec in learner.roles.items() if spec.scored]
     for row in rollout.rows:
-        row.outputs = {role: row.label[role] for role in scoring}
-    return learner.prepare(rollout.groups)
+        row.outputs = {role: row.says[role] for role in scoring}
+    return learner.prepare(scored(rollout.groups))
 
 
 def as_papers(papers, learner, rollout, rows, models):
@@ -199,16 +200,17 @@ def as_papers(papers, learner, rollout, rows, models):
     episodes = {}
     for row, written, model in zip(rows, rollout.rows, models, strict=True):
         tokens = episodes.setdefault(row.episode, [])
-        old = written.label["actor"] if learner.config.recomputes else row.old_logprobs
-        for t in np.flatnonzero(row.weights > 0):
+        old = written.says["actor"] if learner.config.recomputes else row.old_logprobs
+        weights = [weight for segment in written.segments for weight in segment.loss_weights]
+        for t in np.flatnonzero(row.loss_weights > 0):
             token = papers.Token(
                 new=float(model["new"][t]),
                 old=float(old[t]),
                 sampled=float(row.old_logprobs[t]),
-                reference=float(written.label["reference"][t]),
+                reference=float(written.says["reference"][t]),
                 advantage=float(row.arrays["advantages"][t]),
                 entropy=float(model["entropy"][t]),
-                weight=float(written.weights[t]),
+                weight=float(weights[t]),
             )
             tokens.append(token)
     return list(episodes.values())
@@ -289,7 +291,7 @@ def test_nothing_at_a_masked_place_reaches_anything(algorithm, policy_loss, aggr
 
     def spoil(rows, models):
         for row, model in zip(rows, models, strict=True):
-            masked = row.weights == 0
+            masked = row.loss_weights == 0
             for array in (row.old_logprobs, *row.arrays.values(), model["new"], model["entropy"]):
                 array[masked] = np.resize(BAD, masked.sum())
 
@@ -314,7 +316,7 @@ def test_nothing_at_a_dropped_place_reaches_anything(algorithm, policy_loss, agg
 
     def first_token(rows):
         at = next(i for i, row in enumerate(rows) if row.episode == 3)
-        return at, np.flatnonzero(rows[at].weights > 0)[0]
+        return at, np.flatnonzero(rows[at].loss_weights > 0)[0]
 
     def drop(rows, models):
         i, t = first_token(rows)
@@ -344,7 +346,7 @@ def test_a_dropped_token_does_not_spoil_the_rewards_of_others(algorithm):
     """KL in the reward of a token whose log-probability is none: where a correction drops it, it pays nothing."""
     learner = combined(algorithm, "ppo", "token", "icepop", kl={"coef": 0.1, "place": "reward"})
     rollout = Rollout()
-    rollout.rows[0].label["actor"][3] = float("nan")
+    rollout.rows[0].says["actor"][3] = float("nan")
     step = Step(learner, rollout)
     assert np.isfinite(step.rows[0].arrays["advantages"]).all()
     assert math.isfinite(step.loss["actor"])
@@ -360,7 +362,7 @@ def test_extreme_ratios_are_finite(algorithm, policy_loss, kind, distance):
 
     def stretch(rows, models):
         for row, model in zip(rows, models, strict=True):
-            counted = row.weights > 0
+            counted = row.loss_weights > 0
             row.arrays["actor"][counted] = model["new"][counted] - distance
             row.old_logprobs[counted] = model["new"][counted] - distance / 2
             row.arrays["reference"][counted] = model["new"][counted] + distance
@@ -399,7 +401,7 @@ def test_a_group_that_shrank_below_two_is_left_out(algorithm):
     rollout = Rollout()
     for episode in rollout.groups[1].episodes[1:]:
         episode.reward = None
-    rows = make_learner(algorithm).prepare(rollout.groups)
+    rows = make_learner(algorithm).prepare(scored(rollout.groups))
     assert {row.group for row in rows} == {0, 1}
     assert len({row.episode for row in rows}) == 6
 
@@ -440,20 +442,24 @@ def test_groups_without_variance_move_nothing(algorithm, aggregation, norm):
 def test_the_rows_of_an_episode_are_one_unit(algorithm):
     """So that the ratio of an episode is whole in its micro-batch, and the units are as small as that allows."""
     rows = prepared(make_learner(algorithm), Rollout(split=True))
-    assert [row.unit for row in rows] == [row.episode for row in rows]
+    assert [row.batch_unit for row in rows] == [row.episode for row in rows]
     assert [row.episode for row in rows] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5, 5, 6, 6, 6, 7]
     assert [row.group for row in rows] == [0] * 6 + [1] * 3 + [2] * 6
 
 
 def test_denominators():
     """23 sampled tokens in 5 episodes; pre-training rows have a token mean of their own, whatever the aggregation."""
-    rows = make_learner("rloo").prepare(Rollout(SHAPE[:2]).groups)
+    rows = make_learner("rloo").prepare(scored(Rollout(SHAPE[:2]).groups))
     text = copy.deepcopy(rows[0])
-    text.objective, text.weights, text.arrays = Objective.CROSS_ENTROPY, np.ones(len(text.token_ids), np.float32), {}
+    text.objective, text.loss_weights, text.arrays = (
+        Objective.CROSS_ENTROPY,
+        np.ones(len(text.token_ids), np.float32),
+        {},
+    )
     expected = {"token": 23.0, "sequence": 5.0, "constant": 35.0}
     for aggregation, denominator in expected.items():
         learner = make_learner("rloo", aggregation=aggregation, constant_length=7)
-        rows = [*learner.prepare(Rollout(SHAPE[:2]).groups), text]
+        rows = [*learner.prepare(scored(Rollout(SHAPE[:2]).groups)), text]
         assert learner.denominators(rows) == {
             Objective.POLICY_GRADIENT: denominator,
             Objective.CROSS_ENTROPY: float(len(text.token_ids)),
@@ -471,7 +477,7 @@ def test_sequence_aggregation_counts_an_episode_once_however_many_rows_it_has():
 
 def test_an_episode_without_action_tokens_counts_as_an_episode_and_divides_by_nothing():
     rollout = Rollout([[[3], [4]]])
-    rollout.groups[0].episodes[0].rows[0].segments[1].weights = [0.0] * 3
+    rollout.groups[0].episodes[0].rows[0].segments[1].loss_weights = [0.0] * 3
     learner = make_learner("grpo", aggregation="sequence")
     step = Step(learner, rollout)
     assert step.denominators == {Objective.POLICY_GRADIENT: 2.0}
@@ -482,12 +488,12 @@ def test_an_episode_without_action_tokens_counts_as_an_episode_and_divides_by_no
 def test_pretraining_rows_are_weighed_by_their_coefficient_and_teach_the_critic_nothing():
     """Four tokens at 1/2: log 2 a token, a tenth of it in the loss, divided by the objective's own denominator."""
     learner = make_learner("ppo", pretrain_coef=0.1)
-    row = make_learner("grpo").prepare(Rollout([[[4], [4]]]).groups)[0]
+    row = make_learner("grpo").prepare(scored(Rollout([[[4], [4]]]).groups))[0]
     row.objective, row.arrays = Objective.CROSS_ENTROPY, {}
     batch = pad([row], CPU, 9)
-    logprobs = torch.where(batch.weights > 0, math.log(0.5), float("nan")).requires_grad_()
+    logprobs = torch.where(batch.loss_weights > 0, math.log(0.5), float("nan")).requires_grad_()
     outputs = Outputs(logprobs=logprobs, entropy=-logprobs)
-    denominators = {Objective.CROSS_ENTROPY: 8 * float(batch.weights.sum() / 4), Objective.POLICY_GRADIENT: 3.0}
+    denominators = {Objective.CROSS_ENTROPY: 8 * float(batch.loss_weights.sum() / 4), Objective.POLICY_GRADIENT: 3.0}
     loss, metrics = learner.loss("actor", outputs, batch, denominators)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * 4 * math.log(2) / 8)

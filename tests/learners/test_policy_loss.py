@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from envgym.learners.policy_loss import cispo_loss, clipped_policy_loss, reinforce_loss, sequence_log_ratio
+from envgym.learners.losses import cispo_loss, clipped_policy_loss, reinforce_loss, sequence_log_ratio
 
 
 def double(*values):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scored_rows import ScoredRow, scored
 
-from envgym.learner import Outputs
+from envgym.learner import Outputs, TrainSample
 from envgym.learners.ppo import PPO, PPOConfig
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
+from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
 from envgym.workers.layout import pad
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
     rows, says = [], []
     for of_turn in values:
         if not rows or split:
-            rows.append(Row([Segment("prompt", [1, 2])]))
+            rows.append(ScoredRow([Segment("prompt", [1, 2])]))
             says.append([NAN, NAN])
         elif feedback:
             rows[-1].segments.append(Segment("feedback", [3] * feedback))
@@ -53,7 +54,7 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
         for row in rows:
             row.outputs["reference"] = [NAN] * len(row.token_ids)
         [row] = rows
-        places = [i for i, logprob in enumerate(row.logprobs) if not math.isnan(logprob)]
+        places = np.flatnonzero(np.isfinite(TrainSample.of(row).old_logprobs))
         for place, reference in zip(places, [x for own in references for x in own], strict=True):
             row.outputs["reference"][place] = reference
     return Episode("e", Task("t"), outcome or Outcome.completed(), rows=rows, reward=math.fsum(rewards))
@@ -61,11 +62,11 @@ def episode(values, rewards, *, feedback=0, outcome=None, end=NAN, logprobs=None
 
 def learned(learner, *episodes):
     """(advantages, returns, old values) of each episode, at its sampled tokens."""
-    rows = learner.prepare([Group("g", Task("t"), [one]) for one in episodes])
+    rows = learner.prepare(scored([Group("g", Task("t"), [one]) for one in episodes]))
     found = {}
     for row in rows:
         for name in ("advantages", "returns", "values"):
-            tokens = row.arrays[name][row.weights > 0].tolist()
+            tokens = row.arrays[name][row.loss_weights > 0].tolist()
             found.setdefault(row.episode, {}).setdefault(name, []).extend(tokens)
     return [tuple(of[name] for name in ("advantages", "returns", "values")) for of in found.values()]
 
@@ -169,12 +170,12 @@ def critic_step(learner, rows, now):
     batch = pad(rows, CPU)
     outputs = torch.full(batch.token_ids.shape, NAN)
     said = torch.tensor(now)
-    outputs[:, :-1][batch.weights[:, 1:] > 0] = said
+    outputs[:, :-1][batch.loss_weights[:, 1:] > 0] = said
     outputs.requires_grad_()
     loss, metrics = learner.loss("critic", Outputs(values=outputs), batch, learner.denominators(rows))
     loss.backward()
     assert outputs.grad.isfinite().all()
-    gradient = outputs.grad[:, :-1][batch.weights[:, 1:] > 0]
+    gradient = outputs.grad[:, :-1][batch.loss_weights[:, 1:] > 0]
     assert outputs.grad.abs().sum() == gradient.abs().sum()
     return loss.item(), gradient.tolist(), metrics
 
@@ -184,7 +185,7 @@ def test_critic_loss_by_hand():
     0.5) and 2.5 (overshot: 2.5 itself is no worse than 0.5): (0.36 + 0.25 + 2.25) / 2 over three tokens."""
     learner = make()
     episodes = [episode([[0.0, 0.0]], [1.0]), episode([[0.0]], [2.0])]
-    rows = learner.prepare([Group("g", Task("t"), [one]) for one in episodes])
+    rows = learner.prepare(scored([Group("g", Task("t"), [one]) for one in episodes]))
     loss, gradient, metrics = critic_step(learner, rows, [0.4, 0.8, 2.5])
     assert loss == pytest.approx((0.36 + 0.25 + 2.25) / 2 / 3)
     assert gradient == pytest.approx([-0.6 / 3, 0.0, 0.0])
@@ -199,7 +200,7 @@ def test_critic_loss_by_hand():
 def test_the_critics_loss_is_aggregated_as_the_policys(aggregation, share):
     learner = make(aggregation=aggregation, value_clip=None)
     episodes = [episode([[0.0, 0.0]], [1.0]), episode([[0.0]], [2.0])]
-    rows = learner.prepare([Group("g", Task("t"), [one]) for one in episodes])
+    rows = learner.prepare(scored([Group("g", Task("t"), [one]) for one in episodes]))
     loss, gradient, _ = critic_step(learner, rows, [0.4, 0.8, 2.5])
     assert loss == pytest.approx(np.dot(share, [0.18, 0.02, 0.125]))
     assert gradient == pytest.approx((np.array(share) * [-0.6, -0.2, 0.5]).tolist())
@@ -208,9 +209,9 @@ def test_the_critics_loss_is_aggregated_as_the_policys(aggregation, share):
 def test_explained_variance_by_hand():
     """Returns 1 and 3; values 1 and 2: the rest 0 and 1 has a quarter of the returns' variance."""
     learner = make()
-    rows = learner.prepare([Group("g", Task("t"), [episode([[1.0]], [1.0]), episode([[2.0]], [3.0])])])
+    rows = learner.prepare(scored([Group("g", Task("t"), [episode([[1.0]], [1.0]), episode([[2.0]], [3.0])])]))
     assert learner.metrics(rows)["value/explained_variance"] == pytest.approx(0.75)
-    equal = learner.prepare([Group("g", Task("t"), [episode([[1.0]], [1.0])])])
+    equal = learner.prepare(scored([Group("g", Task("t"), [episode([[1.0]], [1.0])])]))
     assert "value/explained_variance" not in learner.metrics(equal)
 
 
@@ -218,7 +219,7 @@ def test_a_step_with_a_silent_critic_row():
     """An episode without a token to learn from leaves nothing behind but itself."""
     learner = make(bootstrap_truncated=True)
     empty = episode([[]], [1.0], outcome=Outcome.truncated("length"), end=2.0)
-    rows = learner.prepare([Group("g", Task("t"), [empty, episode([[0.0]], [1.0])])])
+    rows = learner.prepare(scored([Group("g", Task("t"), [empty, episode([[0.0]], [1.0])])]))
     assert [row.arrays["returns"].tolist() for row in rows] == [[0, 0], [0, 0, 1]]
     assert set(rows[0].arrays) == set(rows[1].arrays) == {"advantages", "returns", "values"}
     assert rows[0].objective == Objective.POLICY_GRADIENT

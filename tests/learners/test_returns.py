@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.returns import discounted_returns, generalised_advantages, rewards_to_go, spread
+from envgym.learners.advantages import discounted_returns, generalised_advantages, rewards_to_go, spread
 
 NUMBERS = st.lists(st.floats(-10, 10), max_size=8)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learners.value_loss import state_values, value_loss
+from envgym.learners.losses import state_values, value_loss
 
 NUMBERS = st.floats(-5, 5)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from envgym.errors import RolloutFailed
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.monitoring.metrics import (
     check_failures,
     computing_metrics,
@@ -116,7 +116,7 @@ def test_groups_of_one_have_no_variance_to_speak_of():
 def learned(length, counted):
     weights = np.zeros(length, np.float32)
     weights[length - counted :] = 0.25  # of an aggregation that weighs tokens
-    return LearnRow(np.zeros(length, np.int64), weights, weights, Objective.POLICY_GRADIENT)
+    return TrainSample(np.zeros(length, np.int64), weights, weights, Objective.POLICY_GRADIENT)
 
 
 def test_tokens_of_a_step_are_counted_once_an_epoch():

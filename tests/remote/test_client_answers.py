@@ -240,7 +240,7 @@ def test_a_group_is_sent_without_log_probabilities_and_refused_in_one_line_where
             episodes = [finished(number, task) for number in range(3)]
             assert len(await spec.score_group(task, episodes)) == 3
             assert b"-1.5" not in sent[0]
-            assert episodes[0].rows[0].segments[1].logprobs == [-1.5]
+            assert list(episodes[0].rows[0].segments[1].logprobs) == [-1.5]
             for group, said in ([finished(0, task)] * 1025, "at most 1024 episodes, not 1025"), (episodes, "bytes"):
                 with pytest.raises(RemoteError, match=said) as raised:
                     await spec.score_group(task, group)

@@ -12,7 +12,7 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.sampler import Waves
 from envgym.services import Policy, start_services
 from envgym.services.policy import WAVES
-from envgym.workers.inline import InlineRuntime
+from envgym.workers.runtime import InlineRuntime
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 

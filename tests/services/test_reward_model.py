@@ -10,7 +10,7 @@ import pytest
 import envgym
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied
 from envgym.services import RewardModel, start_services
-from envgym.workers.inline import InlineRuntime
+from envgym.workers.runtime import InlineRuntime
 
 
 class Spec(envgym.EnvSpec):

@@ -14,7 +14,7 @@ from envgym.config.schema import PretrainConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks
 from envgym.errors import ConfigError, DataError
-from envgym.learner import LearnerConfig, LearnRow, RoleSpec
+from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.render import load_tokenizer, make_renderer
 from envgym.training.launch import Components
 from envgym.training.pretraining import Pretraining, spread
@@ -55,10 +55,10 @@ def test_a_row_is_the_documents_tokens_of_which_all_but_the_first_count(renderer
     [[row]] = taken(Pretraining(PretrainConfig(path=file([{"text": text}]), rows=1), renderer, 0), 1)
     ids = renderer.tokenizer(text)["input_ids"]
     assert row.token_ids.tolist() == [*ids, renderer.tokenizer.eos_token_id]
-    assert row.weights.tolist() == [0.0] + [1.0] * len(ids)
+    assert row.loss_weights.tolist() == [0.0] + [1.0] * len(ids)
     assert row.objective == Objective.CROSS_ENTROPY
     assert np.isnan(row.old_logprobs).all()
-    assert (row.weights.dtype, row.old_logprobs.dtype, row.current) == (np.float32, np.float32, False)
+    assert (row.loss_weights.dtype, row.old_logprobs.dtype, row.current) == (np.float32, np.float32, False)
 
 
 def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
@@ -70,7 +70,7 @@ def test_a_document_that_is_cut_is_not_taught_to_end(renderer, file):
 def test_rows_of_a_step_meet_nobody_elses_unit_or_episode(renderer, file):
     path = file([{"text": text} for text in DOCUMENTS])
     [rows] = taken(Pretraining(PretrainConfig(path=path, rows=4), renderer, 0), 1)
-    assert [row.unit for row in rows] == [row.episode for row in rows] == [-1, -2, -3, -4]
+    assert [row.batch_unit for row in rows] == [row.episode for row in rows] == [-1, -2, -3, -4]
 
 
 def test_each_pass_has_every_document_once_in_an_order_of_its_seeds(renderer, file):
@@ -142,10 +142,10 @@ def test_bytes_that_are_no_text(renderer, tmp_path):
 @given(st.integers(0, 20), st.integers(1, 8))
 def test_rows_are_spread_evenly(count, parts):
     ids = np.zeros(1, np.int64)
-    rows = [LearnRow(ids, ids, ids, Objective.CROSS_ENTROPY, unit=number) for number in range(count)]
+    rows = [TrainSample(ids, ids, ids, Objective.CROSS_ENTROPY, batch_unit=number) for number in range(count)]
     pieces = spread(rows, parts)
     assert len(pieces) == parts
-    assert sorted(row.unit for piece in pieces for row in piece) == list(range(count))
+    assert sorted(row.batch_unit for piece in pieces for row in piece) == list(range(count))
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
 
 
@@ -190,7 +190,7 @@ class Worker:
 
 def row_of(unit):
     weights = np.array([0, 1, 1], np.float32)
-    return LearnRow(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, unit=unit, versions=(0,))
+    return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, batch_unit=unit, versions=(0,))
 
 
 def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file):

@@ -14,7 +14,7 @@ from envgym.config.resolve import resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
-from envgym.learner import LearnerConfig, LearnRow, RoleSpec
+from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.monitoring.display import Display
 from envgym.training import trainer as trainer_module
 from envgym.training.launch import Components
@@ -36,8 +36,8 @@ class Learner:
     def __init__(self) -> None:
         self.coefficient = 0.1
 
-    def prepare(self, groups: Any) -> list[LearnRow]:
-        return [LearnRow.of(row) for group in groups for episode in group.episodes for row in episode.rows]
+    def prepare(self, groups: Any) -> list[TrainSample]:
+        return [sample for group in groups for trajectory in group for sample in trajectory.samples]
 
     def denominators(self, rows: Any) -> dict[str, float]:
         return {}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envgym.learner import LearnerConfig, LearnRow
+from envgym.learner import LearnerConfig, TrainSample
 from envgym.training.update import cut, learning_rate, over_steps
 from envgym.types import Objective
 
@@ -13,11 +13,11 @@ from envgym.types import Objective
 def rows_of(units):
     """A row for each number: the unit it belongs to."""
     ids, weights = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return [LearnRow(ids, weights, weights, Objective.POLICY_GRADIENT, unit=unit) for unit in units]
+    return [TrainSample(ids, weights, weights, Objective.POLICY_GRADIENT, batch_unit=unit) for unit in units]
 
 
 def units_of(parts):
-    return [[row.unit for row in part] for part in parts]
+    return [[row.batch_unit for row in part] for part in parts]
 
 
 @pytest.mark.parametrize(

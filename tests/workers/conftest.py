@@ -58,7 +58,7 @@ def untied_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_rows():
     """make_rows(n, seed) -> n rows of different lengths, each its own unit, with two objectives."""
-    from envgym.learner import LearnRow
+    from envgym.learner import TrainSample
     from envgym.types import Objective
 
     def make(n, seed=0, shortest=5, longest=20):
@@ -69,13 +69,13 @@ def make_rows():
             weights = (rng.random(length) < 0.6).astype(np.float32)
             weights[0], weights[-1] = 0.0, 1.0
             rows.append(
-                LearnRow(
+                TrainSample(
                     token_ids=rng.integers(0, VOCABULARY, length),
-                    weights=weights,
+                    loss_weights=weights,
                     old_logprobs=np.full(length, np.nan, np.float32),
                     objective=Objective.CROSS_ENTROPY if index % 3 else Objective.POLICY_GRADIENT,
                     temperatures=np.full(length, rng.choice([0.7, 1.0, 1.3]), np.float32),
-                    unit=index,
+                    batch_unit=index,
                 )
             )
         return rows
@@ -88,6 +88,8 @@ def denominators():
     """The default ones of a learner: the weight of each objective."""
 
     def of(rows):
-        return {o: float(sum(r.weights.sum() for r in rows if r.objective == o)) for o in {r.objective for r in rows}}
+        return {
+            o: float(sum(r.loss_weights.sum() for r in rows if r.objective == o)) for o in {r.objective for r in rows}
+        }
 
     return of

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from envgym.workers.flops import flops_per_token, peak_flops
+from envgym.workers.metrics import peak_flops
+from envgym.workers.parameters import flops_per_token
 
 SHAPE = {
     "vocab_size": 50,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
+from envgym.workers.runtime import InlineRuntime
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_two_ranks_learn_what_one_learns(
     async def one_step(group):
         scores = await group.forward(rows)
         few = await group.forward(rows[:1])  # fewer rows than ranks
-        metrics = await group.learn(rows, denominators(rows), 1.0)
+        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         await group.export(str(tmp_path / "weights"))
         await group.save(str(tmp_path / "model"))
         return scores, few, metrics, load_file(tmp_path / "weights")
@@ -83,7 +83,7 @@ def test_two_ranks_learn_what_one_learns_in_bfloat16(
 
     async def one_step(group):
         await group.export(str(tmp_path / "before"))
-        metrics = await group.learn(rows, denominators(rows), 1.0)
+        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         await group.export(str(tmp_path / "after"))
         return metrics["grad_norm"], load_file(tmp_path / "before"), load_file(tmp_path / "after")
 
@@ -100,7 +100,8 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, t
     async def body(group):
         async def step(seed):
             rows = make_rows(6, seed)
-            await group.learn(rows, denominators(rows), 1e-2)
+            await group.accumulate(rows, denominators(rows))
+            await group.step(1e-2)
             await group.export(str(tmp_path / "weights"))
             return load_file(tmp_path / "weights")
 
@@ -118,10 +119,11 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, t
 def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denominators):
     async def body(group):
         rows = make_rows(6)
-        await group.learn(rows, denominators(rows), 1e-3)
+        await group.accumulate(rows, denominators(rows))
+        await group.step(1e-3)
         victim = group._handles[1].pid
         os.kill(victim, signal.SIGSTOP)  # so that rank 0 certainly waits for it
-        learning = asyncio.ensure_future(group.learn(rows, denominators(rows), 1e-3))
+        learning = asyncio.ensure_future(group.accumulate(rows, denominators(rows)))
         asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="actor-1"):
             await learning
@@ -134,7 +136,7 @@ def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows
         rows = make_rows(6)
         group._handles[1] = Renamed(group._handles[1])
         with pytest.raises(WorkerError, match="no_such_method"):
-            await group.learn(rows, denominators(rows), 1e-3)
+            await group.accumulate(rows, denominators(rows))
 
     with_group(body, ranks=2, zero_stage=2)
 

@@ -5,20 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.types import Objective
-from envgym.workers.layout import cost, is_silent, micro_batches, pad, silenced
+from envgym.workers.layout import cost, is_silent, micro_batches, pad, padding_samples
 
 
 def row(length, unit=0, weight=1.0, **arrays):
     weights = np.full(length, weight, np.float32)
-    return LearnRow(
+    return TrainSample(
         token_ids=np.arange(length),
-        weights=weights,
+        loss_weights=weights,
         old_logprobs=np.zeros(length, np.float32),
         objective=Objective.POLICY_GRADIENT,
         arrays=arrays,
-        unit=unit,
+        batch_unit=unit,
         episode=unit,
     )
 
@@ -41,10 +41,10 @@ def test_micro_batches_hold_every_row_once_in_whole_units_within_the_budget(unit
     assert len({len(share) for share in ranks}) == 1, "every rank makes as many calls"
     assert Counter(id(r) for batch in real for r in batch) == Counter(id(r) for r in rows)
     for batch in real:
-        assert Counter(r.unit for r in batch) == {u: len(units[u]) for u in {r.unit for r in batch}}
+        assert Counter(r.batch_unit for r in batch) == {u: len(units[u]) for u in {r.batch_unit for r in batch}}
         assert (
             cost(batch, packed=packed) <= budget
-            or len({r.unit for r in batch}) == 1
+            or len({r.batch_unit for r in batch}) == 1
             or max_unit(units, packed) > budget
         )
     again = micro_batches(rows, budget, n_ranks, packed=packed)
@@ -118,7 +118,7 @@ def test_too_few_units_are_filled_up_with_silent_copies_of_a_whole_unit():
     [filler] = [share[0] for share in shares if is_silent(share[0])]
     assert [len(r.token_ids) for r in filler] == [9, 7]
     assert np.isnan(filler[0].old_logprobs).all()
-    assert rows[0].weights.all(), "the original keeps its weights"
+    assert rows[0].loss_weights.all(), "the original keeps its weights"
 
 
 def test_no_rows_make_no_micro_batches():
@@ -126,14 +126,14 @@ def test_no_rows_make_no_micro_batches():
 
 
 def test_silenced_rows_are_silent():
-    assert is_silent(silenced([row(3)]))
+    assert is_silent(padding_samples([row(3)]))
     assert not is_silent([row(3, weight=0.0), row(3)])
 
 
 def test_padding_is_on_the_right_and_counts_for_nothing():
     batch = pad([row(2, 4, a=np.array([1, 2], np.float32)), row(3, 5, a=np.ones(3, np.float32))], torch.device("cpu"))
     assert batch.token_ids.tolist() == [[0, 1, 0], [0, 1, 2]]
-    assert batch.weights.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.loss_weights.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.old_logprobs[0].isnan().tolist() == [False, False, True]
     assert batch.arrays["a"].tolist() == [[1, 2, 0], [1, 1, 1]]
     assert batch.episodes.tolist() == [4, 5]

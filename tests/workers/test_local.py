@@ -12,8 +12,8 @@ import pytest
 
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.workers import local
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
+from envgym.workers.runtime import InlineRuntime
 
 WORKER = '''
 import asyncio, os, signal, subprocess, sys, time

@@ -58,10 +58,12 @@ def steps_by_hand(base, folder, rows, n_steps):
     ).double()
     totals = {}
     for row in rows:
-        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
     for _ in range(n_steps):
         for row, taken in zip(rows, logprobs(model, rows), strict=True):
-            (-(taken * torch.tensor(row.weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
+            (
+                -(taken * torch.tensor(row.loss_weights[1:], dtype=torch.float64)).sum() / totals[row.objective]
+            ).backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.data -= parameter.grad
@@ -114,11 +116,13 @@ def test_what_ranks_leave_is_the_policy(
         reference = group.without_adapter("reference")
         before = await group.forward(rows), await reference.forward(rows)
         for _ in range(3):
-            await group.learn(rows, denominators(rows), 0.3)
+            await group.accumulate(rows, denominators(rows))
+            await group.step(0.3)
         await group.save(str(tmp_path / "model"))
         await group.export_adapter(str(tmp_path / "adapter"))
         after = await reference.forward(rows)
-        await group.learn(rows, denominators(rows), 0.0)  # what learns does so after a pass without the adapter
+        await group.accumulate(rows, denominators(rows))
+        await group.step(0.0)  # what learns does so after a pass without the adapter
         return before, after, await group.forward(rows)
 
     settings = WorkersConfig(**workers, dtype="float32", deepspeed=plain_gradient_descent)
@@ -143,7 +147,7 @@ def test_what_ranks_leave_is_the_policy(
         assert np.array_equal(start[index], base[index])
         assert np.array_equal(after[index], base[index])
         assert np.abs(learned[index] - base[index]).max() > 0.1
-        counts = rows[index].weights[1:] != 0  # nothing is asked of the others
+        counts = rows[index].loss_weights[1:] != 0  # nothing is asked of the others
         np.testing.assert_allclose(learned[index][1:][counts], merged_says[index][counts], atol=1e-5)
         np.testing.assert_allclose(learned[index][1:][counts], peft_says[index][counts], atol=1e-5)
     assert not any("lora" in name or "base_layer" in name for name in load_file(tmp_path / "model/model.safetensors"))
@@ -224,7 +228,7 @@ def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_
         says = logprobs(merged, rows)
     bound = 1e-5 if dtype == "float32" else 0.2  # merging rounds to the number format
     for row, score, said in zip(rows, scores, says, strict=True):
-        counts = row.weights[1:] != 0  # nothing is asked of the others
+        counts = row.loss_weights[1:] != 0  # nothing is asked of the others
         np.testing.assert_allclose(score[1:][counts], said.float()[counts], atol=bound)
     worker.save_state(str(tmp_path / "state"))
     other = make_worker(lora={**LORA, "quantize": "4bit"}, dtype=dtype)

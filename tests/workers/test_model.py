@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
-from envgym.workers.layout import micro_batches, silenced
+from envgym.workers.layout import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
 
 
@@ -21,7 +21,7 @@ def reference_logprobs(folder, rows):
         with torch.no_grad():
             logprobs = (model(input_ids=ids).logits[0] / float(row.temperatures[0])).log_softmax(-1)
         every = np.array([0.0] + [float(logprobs[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])])
-        out.append(np.where((row.weights != 0) | np.isfinite(row.old_logprobs), every, 0.0))
+        out.append(np.where((row.loss_weights != 0) | np.isfinite(row.old_logprobs), every, 0.0))
     return out
 
 
@@ -50,7 +50,7 @@ def weights_of(worker, tmp_path):
 def test_forward_gives_the_models_own_log_probabilities(make_worker, make_rows, tied_model, zero_stage, trained):
     rows = make_rows(9)
     rows[3].old_logprobs[4:] = -1.0  # sampled: scored even where it does not count
-    rows[5].weights[:] = 0.0
+    rows[5].loss_weights[:] = 0.0
     worker = make_worker(zero_stage=zero_stage, trained=trained, tokens_per_microbatch=60)
     scores = worker.forward(rows)
     for score, expected in zip(scores, reference_logprobs(tied_model, rows), strict=True):
@@ -93,7 +93,12 @@ def test_the_gradient_does_not_depend_on_micro_batches(
     rows = make_rows(8)
     model = tied_model if tied else untied_model
     expected = one_step_by_hand(model, rows)
-    cuts = [[rows], [[row] for row in rows], micro_batches(rows, 50, 1)[0], [rows[:5], silenced(rows[:2]), rows[5:]]]
+    cuts = [
+        [rows],
+        [[row] for row in rows],
+        micro_batches(rows, 50, 1)[0],
+        [rows[:5], padding_samples(rows[:2]), rows[5:]],
+    ]
     for cut in cuts:
         worker = make_worker(model, zero_stage, deepspeed=plain_gradient_descent)
         metrics = worker.accumulate(cut, denominators(rows))
@@ -115,12 +120,12 @@ def one_step_by_hand(folder, rows):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     totals = {}
     for row in rows:
-        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.weights.sum())
+        totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
     for row in rows:
         ids = torch.tensor(row.token_ids)[None]
         logprobs = (model(input_ids=ids).logits[0, :-1] / float(row.temperatures[0])).log_softmax(-1)
         taken = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-        (-(taken * torch.tensor(row.weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
+        (-(taken * torch.tensor(row.loss_weights[1:], dtype=torch.float64)).sum() / totals[row.objective]).backward()
     return {name: (p - p.grad).detach().float() for name, p in model.named_parameters()}
 
 
@@ -128,7 +133,7 @@ def test_dummies_alone_change_nothing(make_worker, make_rows, plain_gradient_des
     rows = make_rows(3)
     worker = make_worker(zero_stage=2, deepspeed=plain_gradient_descent)
     before = weights_of(worker, tmp_path)
-    assert worker.accumulate([silenced(rows)], {}).keys() == {"memory/max"}
+    assert worker.accumulate([padding_samples(rows)], {}).keys() == {"memory/max"}
     assert worker.step(1.0)["grad_norm"] == 0.0
     for name, tensor in weights_of(worker, tmp_path).items():
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
@@ -190,7 +195,7 @@ def test_in_bfloat16_the_first_step_of_adam_is_as_long_as_the_learning_rate(
 def test_mismatch_compares_sampled_tokens_of_current_rows(make_worker, make_rows, denominators):
     rows = make_rows(4)
     for row in rows:
-        row.weights[1:] = 1.0
+        row.loss_weights[1:] = 1.0
     worker = make_worker()
     for row, score in zip(rows, worker.forward(rows), strict=True):
         row.old_logprobs[3:] = score[3:]
@@ -213,7 +218,7 @@ def test_a_scalar_head_learns_values(make_worker, make_rows, denominators):
         worker.accumulate([rows[:4], rows[4:]], denominators(rows))
         worker.step(3e-3)
     after = worker.forward(rows)
-    squares = [sum((v**2 * row.weights).sum() for v, row in zip(vs, rows, strict=True)) for vs in (values, after)]
+    squares = [sum((v**2 * row.loss_weights).sum() for v, row in zip(vs, rows, strict=True)) for vs in (values, after)]
     assert squares[1] < 0.8 * squares[0]
 
 
@@ -306,7 +311,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(
 
 def test_a_loss_that_is_not_finite_is_an_error(make_worker, make_rows, denominators):
     rows = make_rows(2)
-    rows[0].weights[1] = np.inf
+    rows[0].loss_weights[1] = np.inf
     with pytest.raises(RunError, match="loss of actor is not finite"):
         make_worker().accumulate([rows], denominators(rows))
 

@@ -11,11 +11,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from envgym.errors import ConfigError
 from envgym.workers import head as head_module
-from envgym.workers.experts import check_experts
-from envgym.workers.layout import silenced
+from envgym.workers.layout import padding_samples
 from envgym.workers.model import ModelWorker
-from envgym.workers.network import TokenScorer
-from envgym.workers.packing import packs
+from envgym.workers.network import TokenScorer, check_experts, packs
 
 VOCABULARY = 97
 SHAPE = {
@@ -228,7 +226,7 @@ def test_a_worker_learns_the_same_packed_and_padded(
         assert worker.info()["attention"] == "sdpa"
         scores = worker.forward(rows)
         metrics, norm, weights = one_step(
-            worker, [rows[:3], silenced(rows[:2]), rows[3:]], denominators(rows), tmp_path
+            worker, [rows[:3], padding_samples(rows[:2]), rows[3:]], denominators(rows), tmp_path
         )
         results.append((scores, metrics["loss"], norm, weights))
     torch.testing.assert_close(*[[torch.tensor(each) for each in scores] for scores, *_ in results], atol=1e-5, rtol=0)
@@ -280,7 +278,7 @@ def test_the_balance_of_experts_moves_weights_as_transformers_own_loss_says(
     make_worker, make_rows, denominators, plain_gradient_descent, tmp_path, architecture, packing
 ):
     rows = make_rows(6)
-    cut = [rows[:2], silenced(rows[:1]), rows[2:]]
+    cut = [rows[:2], padding_samples(rows[:1]), rows[2:]]
     weights = {}
     for coefficient in (0.0, 0.5):
         model = make_model(architecture)
@@ -298,10 +296,10 @@ def test_the_balance_of_experts_moves_weights_as_transformers_own_loss_says(
 
 def by_hand(model, cut):
     """The mean over tokens of each micro-batch's own loss, and its gradient, row by row without padding."""
-    total = sum(len(row.token_ids) for batch in cut for row in batch if row.weights.any())
+    total = sum(len(row.token_ids) for batch in cut for row in batch if row.loss_weights.any())
     losses = 0.0
     for batch in cut:
-        rows = [row for row in batch if row.weights.any()]
+        rows = [row for row in batch if row.loss_weights.any()]
         if not rows:
             continue
         by_row = [

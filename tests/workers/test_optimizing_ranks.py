@@ -11,8 +11,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Q
 
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
+from envgym.workers.runtime import InlineRuntime
 
 
 def with_group(body, runtime, **arguments):
@@ -38,7 +38,8 @@ def moved(tmp_path, tied_model, learner, make_rows, denominators):
     async def body(group):
         for seed in (0, 1):
             rows = make_rows(11, seed)  # an odd number: one of two ranks gets a dummy
-            await group.learn(rows, denominators(rows), 1e-3)
+            await group.accumulate(rows, denominators(rows))
+            await group.step(1e-3)
         await group.export(str(tmp_path / "weights"))
         await group.save_average(str(tmp_path / "average"))
         return load_file(tmp_path / "weights"), load_file(tmp_path / "average" / "model.safetensors")

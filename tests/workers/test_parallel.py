@@ -14,8 +14,8 @@ from envgym.learner import LearnerConfig
 from envgym.workers import tensor_parallel
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.local import LocalRuntime
+from envgym.workers.runtime import InlineRuntime
 from envgym.workers.sequence_parallel import Slices
 
 VOCABULARY = 97
@@ -82,7 +82,7 @@ def one_step(make_rows, denominators, tmp_path):
 
     async def body(group):
         before = await group.forward(rows)
-        metrics = await group.learn(rows, denominators(rows), 1.0)
+        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         after = await group.forward(rows[:1])  # fewer rows than ranks
         await group.export(str(tmp_path / "weights"))
         return before + after, metrics, load_file(tmp_path / "weights"), group.info["n_parameters"]
@@ -126,7 +126,8 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
         async def steps(*seeds):
             for seed in seeds:
                 rows = make_rows(6, seed)
-                await group.learn(rows, denominators(rows), 1e-2)
+                await group.accumulate(rows, denominators(rows))
+                await group.step(1e-2)
             await group.export(str(tmp_path / "weights"))
             return load_file(tmp_path / "weights")
 
@@ -269,9 +270,9 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
     scores, metrics = asyncio.run(main())
     assert {float(score[0]) for score in scores} == {0.0, 2.0}  # each share is answered for by its first rank
     for method in (0, 1):
-        same, others = [[row.unit for row in _flat(handles[rank].asked[method][1][0])] for rank in (0, 2)]
-        assert same == [row.unit for row in _flat(handles[1].asked[method][1][0])]
-        assert others == [row.unit for row in _flat(handles[3].asked[method][1][0])]
+        same, others = [[row.batch_unit for row in _flat(handles[rank].asked[method][1][0])] for rank in (0, 2)]
+        assert same == [row.batch_unit for row in _flat(handles[1].asked[method][1][0])]
+        assert others == [row.batch_unit for row in _flat(handles[3].asked[method][1][0])]
         assert set(same).isdisjoint(others)
         assert set(same) | set(others) == set(range(6))
     assert metrics == {"loss": 1.0, "memory/max": 3.0}  # of ranks 0 and 2; of all

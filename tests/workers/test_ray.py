@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from envgym.errors import ConfigError, WorkerDied, WorkerError
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.inline import InlineRuntime
 from envgym.workers.ray import RayRuntime, RayWorker
+from envgym.workers.runtime import InlineRuntime
 
 TARGET = "polite_worker:Worker"
 
@@ -35,7 +35,7 @@ def test_ray_actors_learn_and_behave_like_local_workers(
             tokens_per_microbatch=60, dtype="float32", deepspeed=plain_gradient_descent, **settings
         )
         group = await WorkerGroup.start(runtime, role="actor", model=tied_model, settings=settings, **learner)
-        metrics = await group.learn(rows, denominators(rows), 1.0)
+        metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         await group.export(str(tmp_path / "weights"))
         await group.close()
         del metrics["memory/max"]  # the controller of a run inline holds more than a worker

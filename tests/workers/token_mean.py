@@ -9,5 +9,5 @@ class TokenMean(Learner):
 
     def loss(self, role, outputs, batch, denominators):
         per_token = outputs.values.square() if role == "critic" else -outputs.logprobs
-        total = (per_token * batch.weights).sum()
-        return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.weights.sum()))}
+        total = (per_token * batch.loss_weights).sum()
+        return total / denominators[batch.objective], {"loss": (float(total.detach()), float(batch.loss_weights.sum()))}

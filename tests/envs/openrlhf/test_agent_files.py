@@ -336,7 +336,7 @@ def test_only_what_is_declared_is_trained(play, custom, task):
     [episode] = groups[0].episodes
     [row] = episode.rows
     action = row.segments[1]
-    assert action.weights == [1.0, 1.0] + [0.0] * (len(action.token_ids) - 2)
+    assert list(action.loss_weights) == [1.0, 1.0] + [0.0] * (len(action.token_ids) - 2)
     assert episode.reward == 1.0
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envgym.learner import LearnRow
+from envgym.learner import TrainSample
 from envgym.types import Status, StopReason
 
 AGENT = """
@@ -152,7 +152,8 @@ def test_7_logprobs_stay_with_their_tokens_whatever_the_agent_returns(play, ok, 
     groups, engine = play(agent_file(step), [task()], lambda member, turn: "some words " * (turn + 1))
     for episode in ok(groups, engine):
         for action in actions(episode):
-            assert action.logprobs == [-0.5 - 0.001 * place for place in range(len(action.token_ids))]
+            expected = [-0.5 - 0.001 * place for place in range(len(action.token_ids))]
+            assert list(action.logprobs) == pytest.approx(expected, rel=1e-6)
 
 
 def test_8_an_asynchronous_constructor_and_the_first_observation(play, ok, agent_file, task):
@@ -178,7 +179,7 @@ def test_9_what_the_environment_says_is_no_length_of_the_answer(play, ok, agent_
     [episode] = ok(groups, engine)
     [row] = episode.rows
     sampled = sum(len(action.token_ids) for action in actions(episode))
-    assert row.n_action_tokens == LearnRow.of(row).weights.sum() == sampled
+    assert row.n_action_tokens == TrainSample.of(row).loss_weights.sum() == sampled
     assert sampled < len(row.token_ids) / 4
 
 

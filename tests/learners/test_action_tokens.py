@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from envgym.learner import LearnRow
-from envgym.learners.time_line import TimeLine
+from envgym.learner import TrainSample, Trajectory
+from envgym.learners.advantages import ActionTokens
 from envgym.types import Episode, Outcome, Row, Segment, Task, Turn
 
 
@@ -12,12 +12,13 @@ def action(n, **more):
     return Segment("action", [7] * n, logprobs=[-1.0] * n, **more)
 
 
-def line(*rows, reward=None, outcome=None):
-    """A time line of rows, each given as (segments, rewards of its turns)."""
+def action_tokens(*rows, reward=None, outcome=None):
+    """The action tokens of an episode of rows, each given as (segments, rewards of its turns)."""
     made = [Row(segments, turns=[Turn(paid, "stop") for paid in rewards]) for segments, rewards in rows]
     total = sum(paid or 0.0 for _, rewards in rows for paid in rewards)
     episode = Episode("e", Task("t"), outcome or Outcome.completed(), rows=made, reward=total)
-    return TimeLine.of(episode, [LearnRow.of(row) for row in made], total if reward is None else reward)
+    samples = [TrainSample.of(row) for row in made]
+    return ActionTokens.of(Trajectory(episode, samples), total if reward is None else reward)
 
 
 TWO_ROWS = (
@@ -27,71 +28,71 @@ TWO_ROWS = (
 
 
 def test_steps_and_turns_of_several_rows():
-    steps = line(*TWO_ROWS)
+    steps = action_tokens(*TWO_ROWS)
     assert len(steps) == 6
-    assert [places.tolist() for places in steps.places] == [[2, 3, 8], [3, 4, 5]]
-    assert steps.ends == [2, 3, 6]
+    assert [indices.tolist() for indices in steps.token_indices] == [[2, 3, 8], [3, 4, 5]]
+    assert steps.turn_ends == [2, 3, 6]
     assert steps.rewards == [0.5, 0.0, 2.0]
     assert not steps.truncated
-    assert line(*TWO_ROWS, outcome=Outcome.truncated("turns")).truncated
+    assert action_tokens(*TWO_ROWS, outcome=Outcome.truncated("turns")).truncated
 
 
 def test_rewards_land_on_the_last_token_of_their_turn():
-    assert line(*TWO_ROWS).step_rewards(by_turn=True).tolist() == [0, 0.5, 0, 0, 0, 2.0]
-    assert line(*TWO_ROWS).step_rewards(by_turn=False).tolist() == [0, 0, 0, 0, 0, 2.5]
+    assert action_tokens(*TWO_ROWS).step_rewards(by_turn=True).tolist() == [0, 0.5, 0, 0, 0, 2.0]
+    assert action_tokens(*TWO_ROWS).step_rewards(by_turn=False).tolist() == [0, 0, 0, 0, 0, 2.5]
 
 
 def test_what_shaping_took_is_the_last_turns():
-    steps = line(*TWO_ROWS, reward=1.5)
+    steps = action_tokens(*TWO_ROWS, reward=1.5)
     assert steps.rewards == [0.5, 0.0, 1.0]
     assert sum(steps.rewards) == steps.reward == 1.5
 
 
 def test_a_turn_without_a_token_pays_on_the_token_before_it():
     segments = [Segment("prompt", [1]), action(2), Segment("feedback", [3]), action(0)]
-    steps = line((segments, [0.25, 1.0]))
-    assert steps.ends == [2, 2]
+    steps = action_tokens((segments, [0.25, 1.0]))
+    assert steps.turn_ends == [2, 2]
     assert steps.step_rewards(by_turn=True).tolist() == [0, 1.25]
 
 
 def test_tokens_without_weight_are_no_steps():
     """Their turn's reward lands on the step before."""
-    segments = [Segment("prompt", [1]), action(2), action(2, weights=[1.0, 0.0]), action(1, weights=[0.0])]
-    steps = line((segments, [1.0, 2.0, 4.0]))
-    assert [places.tolist() for places in steps.places] == [[1, 2, 3]]
-    assert steps.ends == [2, 3, 3]
+    segments = [Segment("prompt", [1]), action(2), action(2, loss_weights=[1.0, 0.0]), action(1, loss_weights=[0.0])]
+    steps = action_tokens((segments, [1.0, 2.0, 4.0]))
+    assert [indices.tolist() for indices in steps.token_indices] == [[1, 2, 3]]
+    assert steps.turn_ends == [2, 3, 3]
     assert steps.step_rewards(by_turn=True).tolist() == [0, 1.0, 6.0]
 
 
 def test_the_first_token_of_a_row_is_predicted_by_nothing():
-    steps = line(([action(3)], [1.0]))
-    assert [places.tolist() for places in steps.places] == [[1, 2]]
-    assert steps.ends == [2]
+    steps = action_tokens(([action(3)], [1.0]))
+    assert [indices.tolist() for indices in steps.token_indices] == [[1, 2]]
+    assert steps.turn_ends == [2]
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0, 2.0]])
 def test_a_row_with_other_numbers_of_turns_than_of_actions_is_one_turn(rewards):
     segments = [Segment("prompt", [1]), action(2), Segment("feedback", [3]), action(1), action(1)]
-    steps = line((segments, rewards), reward=3.0)
-    assert steps.ends == [4]
+    steps = action_tokens((segments, rewards), reward=3.0)
+    assert steps.turn_ends == [4]
     assert steps.rewards == [3.0]
 
 
 def test_an_episode_without_rows_has_no_steps():
-    steps = line(reward=1.0)
+    steps = action_tokens(reward=1.0)
     assert len(steps) == 0
     assert steps.step_rewards(by_turn=True).tolist() == steps.step_rewards(by_turn=False).tolist() == []
     assert steps.read("old_logprobs").tolist() == []
 
 
 def test_arrays_are_read_and_written_at_the_steps():
-    steps = line(*TWO_ROWS)
-    for row, start in zip(steps.rows, (0, 100), strict=True):
-        row.arrays["critic"] = np.arange(start, start + len(row.token_ids), dtype=np.float32)
+    steps = action_tokens(*TWO_ROWS)
+    for sample, start in zip(steps.samples, (0, 100), strict=True):
+        sample.arrays["critic"] = np.arange(start, start + len(sample.token_ids), dtype=np.float32)
     assert steps.read("critic").tolist() == [2, 3, 8, 103, 104, 105]
     assert steps.read("critic", -1).tolist() == [1, 2, 7, 102, 103, 104]
     assert steps.read("old_logprobs").tolist() == [-1.0] * 6
     steps.write("mine", np.arange(1.0, 7.0))
-    assert steps.rows[0].arrays["mine"].tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 3]
-    assert steps.rows[1].arrays["mine"].tolist() == [0, 0, 0, 4, 5, 6]
-    assert steps.rows[0].arrays["mine"].dtype == np.float32
+    assert steps.samples[0].arrays["mine"].tolist() == [0, 0, 1, 2, 0, 0, 0, 0, 3]
+    assert steps.samples[1].arrays["mine"].tolist() == [0, 0, 0, 4, 5, 6]
+    assert steps.samples[0].arrays["mine"].dtype == np.float32

@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from envgym.errors import CheckpointDamaged, RunError
-from envgym.workers import state_file, zero
+from envgym.workers import checkpoint, zero
 
 
 class Trap:
@@ -22,7 +22,7 @@ class Trap:
 
 def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     torch.save({"optimizer": torch.zeros(3), "more": Trap(tmp_path / "trapped")}, tmp_path / "state.pt")
-    for read in (state_file.read, zero._read):
+    for read in (checkpoint.read, zero._read):
         with pytest.raises(
             CheckpointDamaged, match=r"state.pt cannot be read \(it names posix.mkdir, which would be code"
         ):
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, spoiled):
         file.write_bytes(file.read_bytes()[:-300] if spoiled == "cut" else spoiled)
     reason = "No such file or directory" if spoiled is None else "it is cut short or garbage"
     with pytest.raises(CheckpointDamaged, match=rf"state\.pt cannot be read \({reason}\)$"):
-        state_file.read(file)
+        checkpoint.read(file)
 
 
 def test_what_deepspeed_keeps_of_float16_comes_back(tmp_path):
@@ -55,4 +55,4 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, size):
     file = tmp_path / "state.pt"
     file.symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"state\.pt cannot be written"):
-        state_file.write(file, {"a": torch.zeros(size)})
+        checkpoint.write(file, {"a": torch.zeros(size)})

@@ -1,12 +1,14 @@
-"""A file of a checkpoint: tensors and plain values. Reading one runs no code, whoever it comes from."""
+"""Files of a checkpoint: tensors and plain values. Reading one runs no code, whoever it comes from."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from envgym.errors import CheckpointDamaged, RunError, cannot_write
@@ -24,9 +26,9 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (said := cannot_write(error)) is None:
+        if (reason := cannot_write(error)) is None:
             raise
-        raise RunError(said) from None
+        raise RunError(reason) from None
     except RuntimeError as error:
         if not any(known in str(error) for known in ("PytorchStreamWriter", "inline_container", "iostream error")):
             raise
@@ -34,7 +36,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = ()) -> Any:
-    """What the file holds; classes other than torch's own are known only where they are in `also`.
+    """The contents of a file; classes other than torch's own are known only where they are in `also`.
 
     Raises `CheckpointDamaged` in one line where it is missing, cut short or garbage, or would run code.
     """
@@ -54,3 +56,20 @@ def _reason(error: Exception) -> str:
         if known in str(error):
             return f"it names {str(error).partition(known)[2].split()[0]}, which would be code to run"
     return "it is cut short or garbage"
+
+
+def random_states() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    generator: Any = np.random.get_state()
+    name, keys, *rest = generator
+    numpy = (name, torch.from_numpy(keys.astype(np.int64)), *rest)  # as a tensor, which is read without running code
+    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])

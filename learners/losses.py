@@ -1,0 +1,292 @@
+"""Losses per token: the policy's, the critic's, the KL to a reference, and the correction of the sampler's gap.
+
+All tensors are [B, T] unless a docstring says otherwise. `log_ratio` is log pi - log pi_old in nats; it is bounded at
+20 where it is exponentiated, so that one token cannot overflow the loss. The numbers at a masked or dropped token
+may be NaN: every function decides with `where`, never with a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from envgym.learner import Metrics, Outputs, RowBatch
+
+from .settings import CorrectionConfig, KLEstimator, PolicyGradientConfig
+
+Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Losses, and where the lower and where the upper bound held the ratio (bool)."""
+
+# ---------------------------------------------------------------------------------------------------------
+# The policy
+
+
+def actor_loss(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> tuple[torch.Tensor, Metrics]:
+    """The weighted sum over the batch's tokens of the policy's loss, with correction, entropy bonus and KL where
+    `config` asks for these; and what to log."""
+    old = old_logprobs(outputs, batch, config)
+    kept, factors, metrics = _corrected(old, batch, config.correction)
+
+    def only(values: torch.Tensor) -> torch.Tensor:
+        # `where`, not a product with the mask: a NaN or infinity at a masked or dropped token must reach neither
+        # the loss nor, through a derivative there, the gradient.
+        return torch.where(kept, values, 0.0)
+
+    logprobs, old = only(outputs.logprobs), only(old)
+    log_ratio = logprobs - old
+    if config.policy_loss == "gspo":
+        log_ratio = sequence_log_ratio(log_ratio, logprobs, only(batch.loss_weights), batch.episodes)
+    losses, low, high = policy_loss(log_ratio, logprobs, only(batch.arrays["advantages"]), config)
+    losses = factors * losses
+    entropy = only(outputs.entropy)
+    means = {"policy/entropy": entropy, "policy/clip_fraction_low": low, "policy/clip_fraction_high": high}
+    if config.entropy_coef > 0:
+        losses = losses - config.entropy_coef * entropy
+    if config.kl.coef > 0:
+        kl = kl_estimate(logprobs, only(batch.arrays["reference"]), config.kl.estimator)
+        means["policy/kl"] = kl
+        if config.kl.place == "loss":
+            adaptive = "kl_coef" in batch.arrays
+            losses = losses + (only(batch.arrays["kl_coef"]) if adaptive else config.kl.coef) * kl
+    total = (batch.loss_weights * losses).sum()
+    summed, weight = torch.stack([total.detach(), batch.loss_weights.sum()]).tolist()
+    return total, metrics | token_metrics(means, log_ratio, kept) | {"loss": (summed, weight)}
+
+
+def old_logprobs(outputs: Outputs, batch: RowBatch, config: PolicyGradientConfig) -> torch.Tensor:
+    """The old policy's log-probabilities: the sampler's, or the trainer's at the start of the update."""
+    if not config.recomputes:
+        return batch.old_logprobs
+    # A single optimizer step begins with the old policy's weights, so its own forward pass has them.
+    return batch.arrays["actor"] if config.scores_actor else outputs.logprobs.detach()
+
+
+def policy_loss(
+    log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, config: PolicyGradientConfig
+) -> Loss:
+    """The loss that `config.policy_loss` names. GSPO's is PPO's with another `log_ratio`."""
+    if config.policy_loss == "cispo":
+        return cispo_loss(log_ratio, logprobs, advantages, config.clip_low, config.clip_high)
+    if config.policy_loss == "reinforce":
+        return reinforce_loss(logprobs, advantages)
+    return clipped_policy_loss(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
+
+def clipped_policy_loss(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Loss:
+    """PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - low, 1 + high) A), and with a dual clip c for negative
+    advantages -max(that, c A).
+
+    Sources: J. Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7; separate bounds as in DAPO
+    (Q. Yu et al., 2025); dual clip D. Ye et al., "Mastering Complex Control in MOBA Games" (2020). The
+    log-ratio is bounded at 20 so that its exponential stays finite.
+    """
+    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+    return losses, clipped & (ratio < 1), clipped & (ratio > 1)
+
+
+def cispo_loss(
+    log_ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> Loss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: no token loses its gradient, only its weight is bounded.
+
+    Source: MiniMax, "MiniMax-M1" (2025).
+    """
+    ratio = log_ratio.detach().clamp(-20.0, 20.0).exp()
+    losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    return losses, ratio < 1 - clip_low, ratio > 1 + clip_high
+
+
+def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> Loss:
+    """-A log pi, whatever sampled it. Source: R. Williams, "Simple Statistical Gradient-Following Algorithms for
+    Connectionist Reinforcement Learning" (1992)."""
+    never = torch.zeros_like(advantages, dtype=torch.bool)
+    return -advantages * logprobs, never, never
+
+
+def sequence_log_ratio(
+    log_ratio: torch.Tensor, logprobs: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor
+) -> torch.Tensor:
+    """GSPO's log-ratio: the mean of the tokens' over the whole episode, at each of its tokens.
+
+    Its gradient at a token is that of the token's own log-probability, so that advantages may differ from token to
+    token; where they do not, the gradient is the sequence ratio's. Source: C. Zheng et al., "Group Sequence Policy
+    Optimization" (2025), the variant GSPO-token.
+    """
+    means = episode_means(log_ratio.detach(), weights, episodes)
+    return means[:, None] + logprobs - logprobs.detach()
+
+
+def episode_means(values: torch.Tensor, weights: torch.Tensor, episodes: torch.Tensor) -> torch.Tensor:
+    """[B] the weighted mean of `values` [B, T] over all rows of each row's episode; 0 where nothing has weight.
+
+    All rows of an episode must be in the batch. What is infinite or NaN in one episode stays there.
+    """
+    same = episodes[:, None] == episodes[None, :]
+    totals, counted = (values * weights).sum(1), weights.sum(1)
+    total, count = (torch.where(same, sums[None, :], 0.0).sum(1) for sums in (totals, counted))
+    return torch.where(count > 0, total / torch.where(count > 0, count, 1.0), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The sampler's gap, and the distance to a reference
+
+
+def correction(
+    old: torch.Tensor,
+    sampled: torch.Tensor,
+    weights: torch.Tensor,
+    episodes: torch.Tensor,
+    config: CorrectionConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] what each token's policy loss is multiplied by (no gradient), and [B, T] bool which tokens are kept.
+
+    old, sampled [B, T] nats: the trainer's log-probabilities at the start of the update, and the sampler's; weights
+    [B, T], above 0 where a token counts; episodes [B]. The factor is 0 where a token is not kept.
+
+    Sources: `tis` F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
+    `icepop` X. Zhao et al., "Small Leak Can Sink a Great Ship" (2025); the geometric mean that decides on sequences
+    J. Liu et al., "When Speed Kills Stability" (2025).
+    """
+    counts = weights > 0
+    log_weights = torch.where(counts, (old - sampled).detach(), 0.0)
+    factors = log_weights.clamp(-20.0, 20.0).exp()
+    kept = counts
+    if config.kind == "icepop":
+        kept = counts & (factors >= config.low) & (factors <= config.high)
+    else:
+        factors = factors.clamp(max=config.high)
+    if config.kind == "seq_mask_tis":
+        means = episode_means(log_weights, torch.where(counts, weights, 0.0), episodes).exp()
+        kept = counts & ((means >= config.low) & (means <= config.high))[:, None]
+    return torch.where(kept, factors, 0.0), kept
+
+
+def _corrected(
+    old: torch.Tensor, batch: RowBatch, config: CorrectionConfig
+) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    """The tokens that are learned from, the factors of their policy loss, and metrics of both."""
+    counts = batch.loss_weights > 0
+    if config.kind == "none":
+        return counts, torch.ones_like(batch.loss_weights), {}
+    factors, kept = correction(old, batch.old_logprobs, batch.loss_weights, batch.episodes, config)
+    n_counted, n_kept, total = torch.stack([counts.sum(), kept.sum(), factors.sum()]).tolist()
+    dropped = (n_counted - n_kept, n_counted)
+    return kept, factors, {"correction/weight": (total, n_kept), "correction/dropped_share": dropped}
+
+
+def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
+    """Per-token estimate, in nats, same shape as the inputs.
+
+    With l = log pi - log pi_ref: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, where -l is bounded at 20 so that
+    one token cannot overflow the loss. The bound holds its gradient, 1 - exp(-l), as it does the value: without one of
+    its own beyond it, the exponential would leave the 1, which pushes away from the reference.
+    """
+    log_ratio = logprobs - reference
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    bounded = (-log_ratio.detach()).clamp(max=20.0).exp()
+    exponential = bounded + bounded * (log_ratio.detach() - log_ratio)  # `bounded`, with itself as derivative by -l
+    return exponential - 1 + log_ratio
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The critic
+
+
+def critic_loss(outputs: Outputs, batch: RowBatch, clip: float | None) -> tuple[torch.Tensor, Metrics]:
+    """The weighted sum over the batch's tokens of the clipped value loss, and what to log."""
+    counts = batch.loss_weights > 0
+    values, old, returns = (
+        torch.where(counts, tensor, 0.0)
+        for tensor in (state_values(outputs.values), batch.arrays["values"], batch.arrays["returns"])
+    )
+    losses, clipped = value_loss(values, old, returns, clip)
+    total = (batch.loss_weights * losses).sum()
+    summed, weight, n_clipped, n_tokens, value = torch.stack(
+        [total.detach(), batch.loss_weights.sum(), clipped.sum(), counts.sum(), values.detach().sum()]
+    ).tolist()
+    return total, {
+        "loss": (summed, weight),
+        "clip_fraction": (n_clipped, n_tokens),
+        "value/mean": (value, n_tokens),
+    }
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """0.5 max((V_c - R)^2, (V - R)^2) per token, V_c = V_old + clip(V - V_old, -clip, clip), and where the bound held.
+
+    All tensors the same shape. Source: the value loss of PPO's reference implementation (OpenAI baselines, `ppo2`).
+    """
+    unclipped = (values - returns).square()
+    if clip is None:
+        return 0.5 * unclipped, torch.zeros_like(values, dtype=torch.bool)
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(clipped, unclipped), clipped > unclipped
+
+
+def state_values(outputs: torch.Tensor) -> torch.Tensor:
+    """[B, T] the value of the state in which each token was chosen: the head's output at the token before it.
+
+    A scalar head at t has read token t, which must not be part of the state that t was chosen in.
+    """
+    return torch.cat([torch.zeros_like(outputs[:, :1]), outputs[:, :-1]], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Text that is taught as it stands
+
+
+def cross_entropy(outputs: Outputs, batch: RowBatch) -> tuple[torch.Tensor, tuple[float, float]]:
+    """The weighted sum over the batch's tokens of -log pi, and the same with the weights' sum as a metric."""
+    nll = torch.where(batch.loss_weights > 0, -batch.loss_weights * outputs.logprobs, 0.0).sum()
+    return nll, (float(nll.detach()), float(batch.loss_weights.sum()))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, kept: torch.Tensor) -> Metrics:
+    """Means over the tokens that are learned from, and what the ratio to the old policy is like there.
+
+    Every tensor is [B, T], and finite where `kept` (bool) is set. `policy/approx_kl` is the estimate
+    r - 1 - log r of KL(old || new), from samples of the old policy (J. Schulman, 2020).
+    """
+    log_ratio = log_ratio.detach().clamp(-20.0, 20.0)
+    ratio = log_ratio.exp()
+    means = {**means, "policy/approx_kl": ratio - 1 - log_ratio}
+    infinity = torch.full_like(ratio, float("inf"))
+    # One transfer for all of them: each number by itself would wait for the accelerator.
+    count, largest, smallest, *sums = torch.stack(
+        [
+            kept.sum().float(),
+            torch.where(kept, ratio, -infinity).max(),
+            torch.where(kept, ratio, infinity).min(),
+            *(torch.where(kept, values.detach().float(), 0.0).sum() for values in means.values()),
+        ]
+    ).tolist()
+    if not count:
+        return {}
+    metrics = {name: (total, count) for name, total in zip(means, sums, strict=True)}
+    clipped = metrics["policy/clip_fraction_low"][0] + metrics["policy/clip_fraction_high"][0]
+    return metrics | {
+        "policy/clip_fraction": (clipped, count),
+        "policy/ratio/max": (largest, 1.0),
+        "policy/ratio/min": (smallest, 1.0),
+    }
