@@ -61,13 +61,20 @@ def check_class(value: object, target: str, bases: tuple[type, ...], noun: str) 
     `ConfigError`."""
     value = class_of(value)
     if not (isinstance(value, type) and issubclass(value, bases)):
-        wanted = " or ".join(f"{base.__module__}.{base.__name__}" for base in bases)
+        wanted = " or ".join(map(_public_name, bases))
         hint = " (or decorate it with @envgym.reward)" if inspect.isfunction(value) and noun == "environment" else ""
         raise ConfigError(f"{target} is not usable as {noun}: it must be a subclass of {wanted}{hint}")
     if inspect.isabstract(value):
         missing = ", ".join(sorted(getattr(value, "__abstractmethods__", ())))
         raise ConfigError(f"{target} is not usable as {noun}: it does not define {missing}")
     return value
+
+
+def _public_name(cls: type) -> str:
+    """The import path of a class, without the module that defines it where the package offers it as well."""
+    package = cls.__module__.rpartition(".")[0]
+    offered = getattr(sys.modules.get(package), cls.__name__, None) is cls
+    return f"{package if offered else cls.__module__}.{cls.__name__}"
 
 
 def class_of(value: object) -> object:
