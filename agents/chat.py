@@ -13,9 +13,9 @@ from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn
 
-from .multi_turn import closing
+from .token_level import observed_messages
 
-USED = ("prompt_tokens", "completion_tokens")
+TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
 
 class ChatConfig(AgentConfig):
@@ -30,7 +30,7 @@ class ChatConfig(AgentConfig):
 
 
 class Chat(Agent):
-    """Observation, action, observation, … until the environment ends the episode. Raw text is said as the user.
+    """Observation, action, observation, … until the environment ends the episode. Raw text is a message of the user.
 
     The episode has one row, without tokens, that holds its turns. Its metrics `prompt_tokens` and `completion_tokens`
     are what the API counted in all turns together; they are absent where it did not count every one.
@@ -45,12 +45,12 @@ class Chat(Agent):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         transcript = Transcript(None)
         transcript.begin([])
-        transcript.messages += closing(observation)
+        transcript.messages += observed_messages(observation)
         if not transcript.messages:
             raise InvalidStep("the first observation has neither messages nor text")
         replies: list[ChatReply] = []
         outcome = await self._play(env, observation, transcript, replies, engine)
-        for name in USED:
+        for name in TOKEN_COUNTS:
             counts = [getattr(reply, name) for reply in replies]
             if None not in counts:
                 transcript.metrics[name] = sum(counts)
@@ -84,7 +84,7 @@ class Chat(Agent):
             action = Action(reply.message.text, (), reply.message.tool_calls, reply.stop_reason)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.paid(reward, info)
-            transcript.messages += closing(observation)
+            transcript.messages += observed_messages(observation)
             if terminated:
                 return Outcome.completed()
             if truncated or len(replies) == self.config.max_turns:

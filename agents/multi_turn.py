@@ -1,4 +1,4 @@
-"""The multi-turn agent: plays an environment until it ends or a limit does. It plays single-turn ones just as well."""
+"""The multi-turn agents, with tools and without. They play an environment until it ends or a limit is reached."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import Field
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Limit, Message, Observation, Outcome, Task
+from envgym.types import Action, Limit, Observation, Outcome, Task
 
-from .token_level import TokenLevel, TokenLevelConfig
+from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages
 
 
 class MultiTurnConfig(TokenLevelConfig):
@@ -44,29 +44,34 @@ class MultiTurn(TokenLevel):
         while True:
             generation = await transcript.sample(observation.sampling)
             message = dialogue.add_policy_turn(generation.token_ids)
-            calls, said = message.tool_calls, dialogue.content
-            token_ids, content = tuple(generation.token_ids), said if calls else None
-            action = Action(message.text, token_ids, calls, generation.stop_reason, content)
+            calls = message.tool_calls
+            content = dialogue.content if calls else None
+            action = Action(message.text, tuple(generation.token_ids), calls, generation.stop_reason, content)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.paid(reward, info)
             turns += 1
             if terminated or truncated or turns == self.config.max_turns:
-                # The policy never reads what is said at the end; people do.
-                transcript.messages = [*dialogue.messages, *closing(observation)]
+                # The policy never reads the last observation; people do.
+                transcript.messages = [*dialogue.messages, *observed_messages(observation)]
                 if terminated:
                     return Outcome.completed()
                 return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
-            extension = dialogue.add_observation(observation)
-            if extension.fork:
-                transcript.begin(extension.token_ids)
-            else:
-                transcript.feedback(extension.token_ids)
+            extend(transcript, dialogue.add_observation(observation))
 
     def offered(self, observation: Observation) -> Observation:
         """The first observation as the policy sees it: without tools, which this agent cannot call."""
         return replace(observation, tools=())
 
 
-def closing(observation: Observation) -> list[Message]:
-    """What an environment said, as messages."""
-    return [Message.of("user", observation.text)] if observation.text else list(observation.messages)
+class ToolCalling(MultiTurn):
+    """A multi-turn agent that writes tools into the prompt, and reads calls from the answers, in the chat template's
+    own format.
+
+    The environment gets the calls in `action.tool_calls`, malformed ones with their `error`, and answers with the
+    results. An environment without tools is played as the multi-turn agent plays it.
+    """
+
+    by_messages: ClassVar[Mapping[str, Any] | None] = {"name": "chat", "tools": True}
+
+    def offered(self, observation: Observation) -> Observation:
+        return observation

@@ -1,4 +1,4 @@
-"""The replay agent: plays an environment's demonstrations instead of sampling. All that makes data offline."""
+"""The replay agent: plays an environment's demonstrations instead of sampling, for supervised training."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from envgym.errors import InvalidOutcome
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Outcome, Task
 
+from .token_level import extend
+
 
 class Replay(Agent):
-    """Plays the demonstrated turns of a task. It needs no engine, and asks the environment only for what it says
-    between two turns: a demonstration is taught as it stands, whatever it would have earned."""
+    """Plays the demonstrated turns of a task. It needs no engine, and steps the environment only for the observations
+    between two turns: a demonstration is taught as it stands, whatever its reward would be."""
 
     samples = False
 
@@ -28,11 +30,7 @@ class Replay(Agent):
             observation, _, terminated, truncated, _ = await env.step(demonstrated(turn, token_ids))
             if terminated or truncated:
                 raise InvalidOutcome("demonstration", f"{task.key}: it goes on after the episode has ended")
-            extension = dialogue.add_observation(observation)
-            if extension.fork:
-                transcript.begin(extension.token_ids)
-            else:
-                transcript.feedback(extension.token_ids)
+            extend(transcript, dialogue.add_observation(observation))
         transcript.messages = dialogue.messages
         return transcript.episode(task, Outcome.completed())
 

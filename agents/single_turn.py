@@ -10,8 +10,7 @@ from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Outcome, Task
 
-from .multi_turn import closing
-from .token_level import TokenLevel
+from .token_level import TokenLevel, observed_messages
 
 
 class SingleTurn(TokenLevel):
@@ -28,5 +27,5 @@ class SingleTurn(TokenLevel):
         action = Action(message.text, tuple(generation.token_ids), stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
         transcript.paid(reward, info)
-        transcript.messages = [*dialogue.messages, *closing(observation)]
+        transcript.messages = [*dialogue.messages, *observed_messages(observation)]
         return Outcome.completed() if terminated else Outcome.truncated(Limit.TURNS)

@@ -1,8 +1,9 @@
-"""The base class of agents that decide token by token what the policy reads. The others here are written on it."""
+"""The base class of agents that decide token by token what the policy reads, and what other agents share with it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field
@@ -10,8 +11,9 @@ from pydantic import Field
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
+from envgym.render import Extension
 from envgym.rollout.transcript import OutOfBudget, Transcript
-from envgym.types import Episode, Limit, Outcome, Task
+from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Segment, Task
 
 
 class TokenLevelConfig(AgentConfig):
@@ -23,7 +25,7 @@ class TokenLevelConfig(AgentConfig):
 
 
 class TokenLevel(Agent):
-    """Subclass it and write `play`: put tokens on the transcript, sample from it, and say how the episode ended.
+    """Subclass it and write `play`: put tokens on the transcript, sample from it, and return how the episode ended.
 
     What is sampled is recorded as it came, and the engine is only ever given what was recorded before.
     """
@@ -44,3 +46,25 @@ class TokenLevel(Agent):
         except TurnRefused:
             outcome = Outcome.truncated(Limit.TEMPLATE)
         return transcript.episode(task, outcome)
+
+
+def extend(transcript: Transcript, extension: Extension) -> None:
+    """Put a rendered reply on the transcript: appended to the row, or as the prompt of a new one."""
+    if extension.fork:
+        transcript.begin(extension.token_ids)
+    else:
+        transcript.feedback(extension.token_ids)
+
+
+def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:
+    """The sampled turns of a row, each with the tokens it was sampled after."""
+    before: list[int] = []
+    for segment in row.segments:
+        if segment.role == "action":
+            yield segment, before
+        before = [*before, *segment.token_ids]
+
+
+def observed_messages(observation: Observation) -> list[Message]:
+    """An observation as messages; raw text is the user's."""
+    return [Message.of("user", observation.text)] if observation.text else list(observation.messages)

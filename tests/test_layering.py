@@ -26,24 +26,18 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.responses", "envgym.isolation.processes", "envgym.loading", "envgym.hashing",
-        "envgym.settings",
+        "envgym.registry", "envgym.isolation.processes", "envgym.loading", "envgym.hashing", "envgym.settings",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.responses", "envgym.rollout.transcript",
+        "envgym.rollout.transcript",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings"},
 }  # fmt: skip
 FOREIGN = {
-    "envs/nemo_gym": {
-        "envgym.agent", "envgym.agents", "envgym.engines.base", "envgym.episodes.record", "envgym.isolation.event_loop",
-        "envgym.remote", "envgym.render", "envgym.rollout",
-    },
-    "envs/openrlhf": {
-        "envgym.agent", "envgym.agents", "envgym.engines.base", "envgym.render", "envgym.rollout.transcript",
-    },
-}  # fmt: skip
+    "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.remote", "envgym.render"},
+    "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.rollout.transcript"},
+}
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
 SEE_THE_RUN = ("api.py", "cli", "config", "evaluation", "training")
 """What may import `RunConfig` and `StageConfig`."""

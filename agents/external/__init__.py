@@ -1,7 +1,7 @@
-"""The outside agent: a program we did not write plays the environment, and the policy behind it is trained.
+"""The external agent: a program that was not written for envgym plays the environment, and its policy is trained.
 
-The program speaks OpenAI chat completions, or responses, to a base URL that it is given. What it asks for is sampled
-from the policy and recorded as it came, with the exact tokens it was asked with; what it prints is its answer to the
+The program speaks OpenAI chat completions, or responses, to a base URL that it is given. Each of its requests is
+sampled from the policy and recorded with the exact tokens of prompt and answer; what it prints is its answer to the
 environment.
 """
 
@@ -26,25 +26,25 @@ from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, 
 from .conversation import Conversation
 from .endpoint import Access, Endpoint
 
-PASSED = (
+PASSED_VARIABLES = (
     "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SHELL",
     "SSL_CERT_DIR", "SSL_CERT_FILE", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV",
 )  # fmt: skip
 """Environment variables of envgym's own that every program gets, besides `LC_*`. Others may hold secrets."""
 MAX_OUTPUT = 2**20
-"""Bytes of a program's output that are read; more fails the episode."""
+"""Bytes a program may print; more fails the episode."""
 
 
 class ExternalConfig(AgentConfig):
-    """Settings of the outside agent."""
+    """Settings of the external agent."""
 
     command: str | list[str] = Field(min_length=1)
     """The program: a command line, or its words. It finds the endpoint in `OPENAI_BASE_URL` and `OPENAI_API_KEY` and
     the first observation on standard input (`{"messages": [...], "tools": [...], "task": {...}}`); what it prints is
     its answer."""
     environ: tuple[str, ...] = ()
-    """Names of environment variables that the program gets besides those it needs to run at all (`PASSED`): others of
-    the trainer's, which may hold secrets, it does not see."""
+    """Names of environment variables that the program gets besides those that any program needs to run. Others of the
+    trainer's, which may hold secrets, it does not see."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens the policy may sample in a whole episode; then the endpoint refuses, and the episode is truncated."""
     timeout: float = Field(240.0, gt=0)
@@ -77,57 +77,46 @@ class External(Agent):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         conversation = Conversation(self.renderer, engine, observation.sampling, self.config.max_tokens)
         async with self._endpoint.session(conversation) as access:
-            try:
-                answer = await self._answer(observation, task, access)
-            except InvalidOutcome:
-                if conversation.error is not None:  # the program failed because it was not answered
-                    raise conversation.error from None
-                raise
-        if conversation.error is not None:  # the program answered all the same
-            raise conversation.error
+            text = (await self._answer(observation, task, access)).rstrip("\n")
         if not conversation.turns:
             raise InvalidOutcome("agent", f"{self._command[0]} made no call to the policy")
-        said = answer.rstrip("\n")
-        token_ids = conversation.said(said)
+        token_ids = conversation.token_ids_of(text)
         stop_reason = conversation.turns[-1].stop_reason if token_ids else StopReason.STOP
-        closing, reward, terminated, truncated, info = await env.step(Action(said, token_ids, (), stop_reason))
-        messages = [*conversation.messages, *closing.messages]
-        if terminated and conversation.limit is None:
-            outcome = Outcome.completed()
-        else:
-            outcome = Outcome.truncated(conversation.limit or (Limit.ENVIRONMENT if truncated else Limit.TURNS))
+        last, reward, terminated, truncated, info = await env.step(Action(text, token_ids, (), stop_reason))
+        messages = [*conversation.messages, *last.messages]
+        outcome = (
+            Outcome.completed() if terminated else Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+        )
         return conversation.episode(task, outcome, reward, info, messages)
 
     async def _answer(self, observation: Observation, task: Task, access: Access) -> str:
-        """What the program prints. Raises `InvalidOutcome` where it cannot be run, fails or does not end."""
+        """The program's output. Raises `InvalidOutcome` where it cannot be run, fails or does not end."""
         messages = observation.messages or (Message.of("user", observation.text or ""),)
-        told = {
+        given = {
             "messages": [message.as_dict() for message in messages],
             "tools": [tool.as_dict() for tool in observation.tools],
             "task": {"id": task.id, "fields": dict(task.fields)},  # without the answer
         }
-        given = {*PASSED, *self.config.environ}
-        environ = {name: value for name, value in os.environ.items() if name in given or name.startswith("LC_")}
+        passed = {*PASSED_VARIABLES, *self.config.environ}
+        environ = {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
         base_url = access.base_url
         environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": access.key, "OPENAI_API_BASE": base_url}
-        pipe = asyncio.subprocess.PIPE
+        program, pipe = self._command[0], asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ, start_new_session=True
             )
         except OSError as error:
-            raise InvalidOutcome("agent", f"{self._command[0]} cannot be run: {error.strerror}") from None
+            raise InvalidOutcome("agent", f"{program} cannot be run: {error.strerror}") from None
         self._endpoint.bind(access, process.pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
         try:
             async with asyncio.timeout(self.config.timeout):
-                told_it = asyncio.ensure_future(_tell(process.stdin, json.dumps(told, default=str).encode()))
-                output, complaint, _ = await asyncio.gather(_read(process.stdout), _read(process.stderr), told_it)
+                output, errors, _ = await asyncio.gather(
+                    _read(process.stdout), _read(process.stderr), _write(process.stdin, json.dumps(given, default=str))
+                )
                 status = await process.wait()
         except TimeoutError:
-            message = f"{self._command[0]} took longer than {self.config.timeout:g} s"
+            message = f"{program} took longer than {self.config.timeout:g} s"
             raise InvalidOutcome("agent", message, retryable=True) from None
         finally:
             with contextlib.suppress(ProcessLookupError):  # the program, and what it started
@@ -135,23 +124,25 @@ class External(Agent):
             with contextlib.suppress(asyncio.CancelledError):
                 await process.wait()
         if len(output) > MAX_OUTPUT:
-            raise InvalidOutcome("agent", f"{self._command[0]} printed more than {MAX_OUTPUT} bytes")
+            raise InvalidOutcome("agent", f"{program} printed more than {MAX_OUTPUT} bytes")
         if status != 0:
-            last = complaint.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
-            raise InvalidOutcome("agent", f"{self._command[0]} ended with status {status}: {last[0]:.200}")
+            last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+            raise InvalidOutcome("agent", f"{program} ended with status {status}: {last[0]:.200}")
         return output.decode(errors="replace")
 
 
-async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program that does not listen
-        stdin.write(text)
+async def _write(stdin: asyncio.StreamWriter | None, text: str) -> None:
+    assert stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program that does not read it
+        stdin.write(text.encode())
         await stdin.drain()
         stdin.close()
         await stdin.wait_closed()
 
 
-async def _read(stream: asyncio.StreamReader) -> bytes:
+async def _read(stream: asyncio.StreamReader | None) -> bytes:
     """All of a stream, so that its writer never blocks; kept are a little more than `MAX_OUTPUT` bytes."""
+    assert stream is not None
     kept = bytearray()
     while chunk := await stream.read(2**16):
         if len(kept) <= MAX_OUTPUT:

@@ -1,4 +1,4 @@
-"""The endpoint that outside programs speak to: OpenAI chat completions and responses, one session an episode."""
+"""The endpoint that external programs speak to: OpenAI chat completions and responses, one session an episode."""
 
 from __future__ import annotations
 
@@ -6,42 +6,31 @@ import asyncio
 import hmac
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from envgym.engines.base import Generation
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.rollout.transcript import OutOfBudget
-from envgym.types import Message
 
-from . import responses_api
-from .chat import Asked, Completion, Refusal, parse
-from .connected import program_of
-from .conversation import Conversation
+from . import chat_api, responses_api
+from .chat_api import refusal
+from .conversation import Answer, Conversation
+from .peers import program_of
 
 MAX_BODY = 64 * 2**20
 """Bytes of the largest request taken."""
 TICKET = "envgym_session"
-"""Under which name in a request's `metadata` a program that has no URL of its own says whose request it is."""
-
-Answer = tuple[Message, Generation, list[int]]
-"""The policy's message, what was sampled, and the tokens it was sampled after."""
-SPENT = {
-    "context": "the model's context length is used up",
-    "tokens": "the episode's max_tokens are used up",
-    "template": "the chat template takes no further turn after what the policy said, whatever the context length",
-}
-"""Why the policy may say no more. By the words `context length` and `max_tokens` programs tell it from a mistake."""
+"""Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
 
 
 @dataclass(slots=True)
 class Session:
-    """`program` is the process that leads the session's program, where it is known."""
+    """An episode's access. `program` is the process that leads the session's program, where it is known."""
 
     conversation: Conversation
     key: str
@@ -51,8 +40,8 @@ class Session:
 
 
 class Access(NamedTuple):
-    """How a program finds its session: under a URL and a key of its own, or where every program has the endpoint's
-    own URL, by the `ticket` that stands as `TICKET` in its requests' metadata."""
+    """The way to a program's session: a URL and a key of its own, or where all programs share the endpoint's URL, the
+    `ticket` that stands as `TICKET` in its requests' metadata."""
 
     base_url: str
     key: str
@@ -62,7 +51,7 @@ class Access(NamedTuple):
 class Endpoint:
     """A server that runs while there are sessions. Each has a base URL, a key and a ticket of its own.
 
-    It listens on loopback at a free port unless told otherwise. All dialects are routes over the same conversation.
+    It listens on loopback at a free port by default. Both APIs are routes over the same conversation.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -76,20 +65,29 @@ class Endpoint:
 
     @asynccontextmanager
     async def session(self, conversation: Conversation) -> AsyncIterator[Access]:
-        """How a program finds the policy while the context lasts. Raises `InvalidOutcome` where the endpoint cannot
-        listen at its address."""
+        """A program's access to the policy while the context lasts.
+
+        Raises `InvalidOutcome` where the endpoint cannot listen at its address. Where a request could not be answered,
+        the conversation's error is raised at the end: it is the cause, whatever the program made of it.
+        """
         await self._enter()
         name, key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
         self._sessions[name] = Session(conversation, key)
         try:
             yield Access(f"{self._address}/{name}/v1", key, f"{name}.{key}")
+            if conversation.error is not None:
+                raise conversation.error
+        except InvalidOutcome:
+            if conversation.error is not None:
+                raise conversation.error from None
+            raise
         finally:
             for sampling in self._sessions.pop(name).sampling:  # a program that does not wait for it, or was too slow
                 sampling.cancel()
             await asyncio.shield(self._leave())
 
     def bind(self, access: Access, program: int) -> None:
-        """Say which program a session is for, by the process that leads it: other sessions' programs are refused then,
+        """Bind a session to its program, by the process that leads it: other sessions' programs are refused then,
         whatever key they show."""
         self._sessions[access.ticket.partition(".")[0]].program = program
 
@@ -103,8 +101,8 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/responses", self._responses)
+            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, chat_api.Request))
+            app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, responses_api.Request))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -126,60 +124,40 @@ class Endpoint:
     # -- routes -------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            await self._of_url(request)
-        except Refusal as refusal:
-            return refusal.response()
+        await self._of_url(request)
         return web.json_response(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
         )
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(
+        self, api: type[chat_api.Request | responses_api.Request], request: web.Request
+    ) -> web.StreamResponse:
+        session, body = await self._authenticated(request)
+        asked = api.parse(body)
         try:
-            session, body = await self._asked(request)
-            asked = parse(body)
-            try:
-                answer = await _complete(session, asked)
-            except OutOfBudget as limit:
-                raise Refusal(400, SPENT[limit.reason], "context_length_exceeded") from None
-            except EnvgymError as error:
-                raise Refusal(400, str(error)) from None
-        except Refusal as refusal:
-            return refusal.response()
-        completion = Completion(f"chatcmpl-{secrets.token_hex(8)}", int(time.time()), asked, *answer)
-        if not asked.stream:
-            return web.json_response(completion.whole())
+            answer = asked.answer(*await _sample(session, asked))
+        except OutOfBudget as limit:
+            answer = asked.out_of_budget(limit.reason)
+        except EnvgymError as error:
+            raise refusal(400, str(error)) from None
+        if isinstance(answer, dict):
+            return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for chunk in completion.chunks():
+        for chunk in answer:
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _responses(self, request: web.Request) -> web.Response:
-        try:
-            session, body = await self._asked(request)
-            asked = responses_api.parse(body)
-            try:
-                answer = await _complete(session, asked)
-            except OutOfBudget:
-                # An incomplete answer ends a program's loop as an answer cut short does; an error would end it badly.
-                return web.json_response(asked.out_of_budget())
-            except EnvgymError as error:
-                raise Refusal(400, str(error)) from None
-        except Refusal as refusal:
-            return refusal.response()
-        return web.json_response(asked.answer(*answer))
-
-    async def _asked(self, request: web.Request) -> tuple[Session, Any]:
-        """The session that a request belongs to, and its body. Raises `Refusal`."""
+    async def _authenticated(self, request: web.Request) -> tuple[Session, Any]:
+        """The session that a request belongs to, and its body. Raises a `refusal`."""
         if "session" in request.match_info:
             return await self._of_url(request), await _body(request)
         body = await _body(request)
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
         if not isinstance(ticket, str):
-            raise Refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
+            raise refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
         name, _, key = ticket.partition(".")
         return self._session(name, key), body
 
@@ -190,7 +168,7 @@ class Endpoint:
         return session
 
     async def _check_program(self, request: web.Request, session: Session) -> None:
-        """Raise `Refusal` where the connection is another session's program's: programs of one user can read each
+        """Raise a `refusal` where the connection is another session's program's: programs of one user can read each
         other's environment, and the key in it."""
         transport = request.transport
         if session.program is None or transport is None or transport in session.peers:
@@ -199,18 +177,18 @@ class Endpoint:
         client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
         found = await asyncio.to_thread(program_of, client, server, session.program, others)
         if found not in (None, session.program):
-            raise Refusal(401, "this key is another program's", "invalid_api_key")
+            raise refusal(401, "this key is another program's", "invalid_api_key")
         session.peers.add(transport)
 
     def _session(self, name: str, key: str) -> Session:
-        """A session by its name. Raises `Refusal` for an unknown one or another's key."""
+        """A session by its name. Raises a `refusal` for an unknown one or another's key."""
         session = self._sessions.get(name)
         if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
-            raise Refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
+            raise refusal(401, "this session has ended, or the key is not its own", "invalid_api_key")
         return session
 
 
-async def _complete(session: Session, asked: Asked | responses_api.Asked) -> Answer:
+async def _sample(session: Session, asked: chat_api.Request | responses_api.Request) -> Answer:
     """The policy's answer. It is given up when the session ends: an episode that is over does not grow."""
     sampling = asyncio.ensure_future(session.conversation.complete(asked.messages, asked.tools, asked.max_tokens))
     session.sampling.add(sampling)
@@ -220,7 +198,7 @@ async def _complete(session: Session, asked: Asked | responses_api.Asked) -> Ans
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise Refusal(401, "this session has ended", "invalid_api_key") from None
+        raise refusal(401, "this session has ended", "invalid_api_key") from None
     finally:
         session.sampling.discard(sampling)
 
@@ -229,4 +207,4 @@ async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
     except (ValueError, LookupError, RecursionError):  # no JSON, no such encoding, brackets 10,000 deep
-        raise Refusal(400, "the body is not JSON") from None
+        raise refusal(400, "the body is not JSON") from None

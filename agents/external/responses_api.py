@@ -1,22 +1,29 @@
-"""The OpenAI Responses API on the wire: a request's fields, an answer as one `Response`.
+"""The OpenAI Responses API on the wire: input items, tools and requests read, items and whole `Response` objects made.
 
-Source: the public API reference of responses. The token fields on the last output item are NeMo-Gym's extension; its
-agent servers ask in this dialect.
+Source: the public API reference of responses. The token fields on an output item are an extension that trainers and
+agent servers of other frameworks know: the last item of each model call has them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envgym.engines.base import Generation
-from envgym.responses import MalformedItem, messages_of, output_items, response, tools_of, usage, with_tokens
-from envgym.types import Message, StopReason, ToolSpec
+from envgym.types import Message, StopReason, TextPart, ToolCall, ToolSpec
 
-from .chat import Refusal
+from .chat_api import TOKEN_FIELDS, check_settings, checked_limit, refusal
 
+Item = dict[str, Any]
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+"""Roles of the API's messages, and ours. To a chat template a developer is the system."""
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Kinds of content part that are text, and the key it stands under."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "background": (None, False),
@@ -25,70 +32,267 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "tool_choice": (None, "auto", "none"),
 }
-"""Settings that would change what the policy says or how it is told, and the values of each that do not."""
+"""Settings that would change what the policy says or how it is asked, and the values of each that do not."""
 ECHOED = (
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "metadata",
-    "parallel_tool_calls",
-    "reasoning",
-    "service_tier",
-    "text",
-    "tool_choice",
-    "truncation",
-    "user",
-)
+    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "reasoning",
+    "service_tier", "text", "tool_choice", "truncation", "user",
+)  # fmt: skip
 """Fields of a request that its `Response` repeats. Sampling parameters are not among them: the run's hold."""
 
 
+class MalformedItem(ValueError):
+    """An item or a tool that is not as the API has it, or that is no text; the message says which."""
+
+
+# -- read -------------------------------------------------------------------------------------------------
+
+
+def messages_of(input: Any, instructions: Any = None) -> tuple[Message, ...]:
+    """The messages of a request's `input` (text, or a list of items) and `instructions`.
+
+    Calls join the assistant's message right before them, as one turn. Reasoning is left out: the policy does not read
+    it again. Raises `MalformedItem`.
+    """
+    if not (instructions is None or isinstance(instructions, str)):
+        raise MalformedItem(f"instructions are text, not {_kind(instructions)}")
+    messages = [Message.of("system", instructions)] if instructions else []
+    if isinstance(input, str):
+        return (*messages, Message.of("user", input))
+    if not isinstance(input, Sequence):
+        raise MalformedItem(f"input is text or a list of items, not {_kind(input)}")
+    names: dict[str, str] = {}
+    for index, item in enumerate(input):
+        where = f"input item {index}"
+        if not isinstance(item, Mapping):
+            raise MalformedItem(f"{where} is an object, not {_kind(item)}")
+        match item.get("type", "message"):
+            case "message":
+                role = item.get("role")
+                if not isinstance(role, str) or role not in ROLES:
+                    raise MalformedItem(f"{where}: a message's role is one of {', '.join(ROLES)}, not {role!r:.40}")
+                messages.append(Message(ROLES[role], _content(item.get("content"), where)))
+            case "function_call":
+                call = call_of(item, where)
+                names[call.id] = call.name
+                if messages and messages[-1].role == "assistant":
+                    messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
+                else:
+                    messages.append(Message("assistant", (), (call,)))
+            case "function_call_output":
+                id = _text(item, "call_id", where)
+                result = _content(item.get("output"), where)
+                messages.append(Message("tool", result, tool_call_id=id, name=names.get(id, "")))
+            case "reasoning":
+                pass
+            case other:
+                raise MalformedItem(f"{where} is of the type {other!r:.40}, which is not text, a call or its result")
+    return tuple(messages)
+
+
+def call_of(item: Mapping[str, Any], where: str = "a function_call") -> ToolCall:
+    """The tool call of a `function_call` item. Raises `MalformedItem`, also for arguments that are no object."""
+    try:
+        arguments = json.loads(item.get("arguments") or "{}")
+    except (TypeError, ValueError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise MalformedItem(f"{where}: arguments are a JSON object as text, not {item.get('arguments')!r:.60}")
+    return ToolCall(_text(item, "call_id", where), _text(item, "name", where), arguments)
+
+
+def tools_of(tools: Any) -> tuple[ToolSpec, ...]:
+    """The function tools of a request. Raises `MalformedItem`, also for tools of other kinds (hosted ones)."""
+    if tools is None:
+        return ()
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise MalformedItem(f"tools is a list, not {_kind(tools)}")
+    return tuple(_tool(tool, f"tool {index}") for index, tool in enumerate(tools))
+
+
+def _tool(tool: Any, where: str) -> ToolSpec:
+    kind = tool.get("type") if isinstance(tool, Mapping) else tool
+    if not isinstance(tool, Mapping) or kind != "function":
+        raise MalformedItem(f"{where} is {kind!r:.40}, and only function tools can be offered")
+    parameters = tool.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise MalformedItem(f"{where}: parameters are a JSON schema, not {_kind(parameters)}")
+    return ToolSpec(_text(tool, "name", where), str(tool.get("description") or ""), parameters)
+
+
+def _content(content: Any, where: str) -> tuple[TextPart, ...]:
+    """The text of a message or a result: text itself, or a list of parts."""
+    if isinstance(content, str):
+        return (TextPart(content),)
+    if not isinstance(content, Sequence):
+        raise MalformedItem(f"{where}: content is text or a list of parts, not {_kind(content)}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        if not isinstance(kind, str) or kind not in TEXT_PARTS:
+            raise MalformedItem(f"{where}: content of the type {kind!r:.40} is no text, and only text is read")
+        texts.append(TextPart(_text(part, TEXT_PARTS[kind], where)))
+    return tuple(texts)
+
+
+def _text(item: Mapping[str, Any], key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise MalformedItem(f"{where}: {key!r} is text, not {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+# -- made -------------------------------------------------------------------------------------------------
+
+
+def input_items(messages: Sequence[Message]) -> list[Item]:
+    """The items of `messages` in a request; `messages_of` reads them back."""
+    items: list[Item] = []
+    for message in messages:
+        if message.role == "assistant":
+            items += output_items(message)
+        elif message.role == "tool":
+            items.append(result_item(message))
+        else:
+            items.append({"type": "message", "role": message.role, "content": message.text})
+    return items
+
+
+def output_items(message: Message) -> list[Item]:
+    """The items of an assistant's turn: a message where it has text or no calls, then its calls.
+
+    A call that cannot be read has no form in the API: it is left out, and its words belong to the text.
+    """
+    items: list[Item] = []
+    calls = [call for call in message.tool_calls if not call.error]
+    if message.text or not calls:
+        part = {"type": "output_text", "text": message.text, "annotations": []}
+        items.append(
+            {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": [part]}
+        )
+    for call in calls:
+        arguments = json.dumps(dict(call.arguments))
+        items.append(
+            {"type": "function_call", "id": _id("fc"), "call_id": call.id or _id("call"), "name": call.name,
+             "arguments": arguments, "status": "completed"}
+        )  # fmt: skip
+    return items
+
+
+def result_item(message: Message) -> Item:
+    """The `function_call_output` of a tool's message."""
+    return {"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text}
+
+
+def with_tokens(
+    items: Sequence[Item],
+    prompt_token_ids: Sequence[int],
+    generation_token_ids: Sequence[int],
+    log_probs: Sequence[float],
+) -> list[Item]:
+    """The items of one model call with its tokens on the last: what it was sampled after [P], what was sampled [T],
+    and its log-probabilities [T] in nats. Raises `ValueError` where the lengths differ or there is no item."""
+    if len(generation_token_ids) != len(log_probs):
+        raise ValueError(f"{len(log_probs)} log-probabilities for {len(generation_token_ids)} tokens")
+    if not items:
+        raise ValueError("tokens belong to an item, and the call has none")
+    values = ([int(t) for t in prompt_token_ids], [int(t) for t in generation_token_ids], [float(p) for p in log_probs])
+    return [*items[:-1], {**items[-1], **dict(zip(TOKEN_FIELDS, values, strict=True))}]
+
+
+def tool_items(tools: Sequence[ToolSpec]) -> list[Item]:
+    """The tools as a request and a `Response` have them; `tools_of` reads them back."""
+    return [{"type": "function", **tool.as_dict()["function"], "strict": False} for tool in tools]
+
+
+def usage(input_tokens: int, output_tokens: int) -> Item:
+    """The `usage` of a response."""
+    return {
+        "input_tokens": input_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": input_tokens + output_tokens,
+    }
+
+
+def response(output: Sequence[Item], *, cut: bool = False, **more: Any) -> Item:
+    """A whole `Response` of the items in `output`, with every field the API requires.
+
+    `cut`: a token limit ended it, so it is `incomplete`. `more` are fields with other values than the usual ones.
+    """
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": None,
+        "metadata": {},
+        "model": "policy",
+        "output": list(output),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+        **more,
+    }
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+# -- requests ---------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request asks for. Temperature and top-p are the run's, whatever it says of them."""
+class Request:
+    """A request for a `Response`. Temperature and top-p are the run's, whatever it says of them."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     max_tokens: int | None
     body: Mapping[str, Any]
 
-    def answer(self, message: Message, generation: Generation, context: list[int]) -> dict[str, Any]:
-        """The `Response` that says `message`, with the exact tokens on its last item."""
+    @classmethod
+    def parse(cls, body: Any) -> Request:
+        """Raises a `refusal` for what is malformed or cannot be done."""
+        check_settings(body, REFUSED)
+        text = body.get("text")
+        form = text.get("format") if isinstance(text, Mapping) else text
+        if form not in (None, {"type": "text"}):
+            raise refusal(400, f"the text's format cannot be {json.dumps(form)[:60]}: leave it out")
+        try:
+            messages = messages_of(body.get("input"), body.get("instructions"))
+            tools = tools_of(body.get("tools"))
+        except MalformedItem as error:
+            raise refusal(400, str(error)) from None
+        if not messages:
+            raise refusal(400, "input is text or a list of at least one item")
+        limit = checked_limit(body.get("max_output_tokens"), "max_output_tokens")
+        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+
+    def answer(self, message: Message, generation: Generation, context: list[int]) -> Item:
+        """The `Response` with the message, and the exact tokens on its last item."""
         items = with_tokens(output_items(message), context, generation.token_ids, generation.logprobs)
         cut = generation.stop_reason is StopReason.LENGTH
-        if cut:
-            items = [{**item, "status": "incomplete"} for item in items]
         return self._response(items, cut, usage(len(context), len(generation.token_ids)))
 
-    def out_of_budget(self) -> dict[str, Any]:
-        """The `Response` where no token may be sampled any more: it says nothing, and is incomplete."""
-        items = [{**item, "status": "incomplete"} for item in output_items(Message.of("assistant", ""))]
-        return self._response(items, True, usage(0, 0))
+    def out_of_budget(self, reason: str) -> Item:
+        """The `Response` where no token may be sampled any more, for whichever reason: empty and incomplete. It ends a
+        program's loop as an answer cut short does; an error would end it badly."""
+        return self._response(output_items(Message.of("assistant", "")), True, usage(0, 0))
 
-    def _response(self, items: list[dict[str, Any]], cut: bool, used: Mapping[str, Any]) -> dict[str, Any]:
-        repeated = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
+    def _response(self, items: list[Item], cut: bool, used: Item) -> Item:
+        if cut:
+            items = [{**item, "status": "incomplete"} for item in items]
+        echoed = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
         model = str(self.body.get("model") or "policy")
-        return response(items, model=model, tools=self.body.get("tools") or (), cut=cut, usage=used, **repeated)
-
-
-def parse(body: Any) -> Asked:
-    """A request's body. Raises `Refusal` for what is malformed or cannot be done."""
-    if not isinstance(body, Mapping):
-        raise Refusal(400, "the body is a JSON object")
-    for name, harmless in REFUSED.items():
-        if body.get(name) not in harmless:
-            raise Refusal(400, f"{name!r} cannot be {json.dumps(body[name])[:60]}: leave it out")
-    text = body.get("text")
-    form = text.get("format") if isinstance(text, Mapping) else text
-    if form not in (None, {"type": "text"}):
-        raise Refusal(400, f"the text's format cannot be {json.dumps(form)[:60]}: leave it out")
-    try:
-        messages = messages_of(body.get("input"), body.get("instructions"))
-        tools = tools_of(body.get("tools"))
-    except MalformedItem as error:
-        raise Refusal(400, str(error)) from None
-    if not messages:
-        raise Refusal(400, "input is text or a list of at least one item")
-    limit = body.get("max_output_tokens")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise Refusal(400, f"max_output_tokens is a whole number of at least 1, not {limit!r:.40}")
-    return Asked(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+        return response(items, cut=cut, model=model, tools=self.body.get("tools") or [], usage=used, **echoed)

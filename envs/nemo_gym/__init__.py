@@ -1,8 +1,9 @@
-"""The environments of NeMo-Gym: an episode is a session with one of its resources servers, over its own HTTP flow.
+"""NeMo-Gym: its environments in ours (here), its agents with our policy (`agent`), ours in it (`serve`).
 
-Nothing of NeMo-Gym is imported. Two flows are spoken. With `tools` a session is seeded with the row, each call of the
-policy goes to the tool's route, and the whole conversation is verified at the end. With `gymnasium` the server is reset
-with the row and steps with each response of the policy.
+An episode is a session with one of its resources servers, over its own HTTP flow; nothing of NeMo-Gym is imported. Two
+flows are spoken. With `tools` a session is seeded with the row, each call of the policy goes to the tool's route, and
+the whole conversation is verified at the end. With `gymnasium` the server is reset with the row and steps with each
+response of the policy.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from envgym.errors import ConfigError
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Task
 
-from . import discovery, rows
-from .flows import GymnasiumFlow, Play, ToolsFlow
-from .server import Session, connector
+from . import client
+from .client import Session, connector, find_resources_server, flow_of
+from .flows import Flow, GymnasiumFlow, ToolsFlow, form
+from .protocol import PARAMS
 
 
 class NemoGymConfig(DataEnvConfig):
@@ -33,7 +35,7 @@ class NemoGymConfig(DataEnvConfig):
     server: str | None = None
     """Name of the resources server at the head server. Unset: the only one there."""
     flow: Literal["auto", "tools", "gymnasium"] = "auto"
-    """How the server is spoken to. Unset: as it can be; where it can be both ways, `tools`."""
+    """The flow that is spoken. `auto`: the one that the server has routes for; where it has both, `tools`."""
     max_turns: int = Field(16, ge=1)
     """Turns of the policy; then the episode is verified as it stands, and ends truncated."""
     max_result_chars: int = Field(8000, ge=1)
@@ -53,28 +55,28 @@ class NemoGymConfig(DataEnvConfig):
 
 
 class NemoGymEnv(Env):
-    """One session. A reward is the server's; whatever keeps it from paying one fails the episode, and pays nothing."""
+    """One session. The reward is the server's; without one the episode fails."""
 
     spec: NemoGym
     task: Task
 
     def __init__(self) -> None:
-        self._play: Play | None = None
+        self._flow: Flow | None = None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()
         self.task = (options or {})["task"]
-        self._play = self.spec.play(self.task)
-        return await self._play.begin(), {}
+        self._flow = self.spec.flow(self.task)
+        return await self._flow.begin(), {}
 
     async def step(self, action: Action) -> StepResult:
-        assert self._play is not None, "reset comes before step"
-        return await self._play.step(action)
+        assert self._flow is not None, "reset comes before step"
+        return await self._flow.step(action)
 
     async def close(self) -> None:
-        play, self._play = self._play, None
-        if play is not None:
-            await play.close()
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            await flow.close()
 
 
 class NemoGym(DataEnvSpec):
@@ -88,7 +90,7 @@ class NemoGym(DataEnvSpec):
 
     _connections: aiohttp.TCPConnector | None = None
     _url = ""
-    _flow: discovery.Flow = "tools"
+    _flow: client.FlowName = "tools"
 
     async def setup(self) -> None:
         config = self.config
@@ -97,9 +99,9 @@ class NemoGym(DataEnvSpec):
         await super().setup()
         self._connections = connector()
         try:
-            self._url = config.url or await discovery.find(str(config.head), config.server, self._connections)
-            wanted = None if config.flow == "auto" else config.flow
-            self._flow = await discovery.flow_of(self._url, self._connections, wanted)
+            async with aiohttp.ClientSession(connector=self._connections, connector_owner=False) as http:
+                self._url = config.url or await find_resources_server(str(config.head), config.server, http)
+                self._flow = await flow_of(self._url, http, None if config.flow == "auto" else config.flow)
         except BaseException:
             await self.teardown()
             raise
@@ -111,12 +113,12 @@ class NemoGym(DataEnvSpec):
         await super().teardown()
 
     def form(self) -> Form:
-        return rows.form
+        return form
 
-    def play(self, task: Task) -> Play:
+    def flow(self, task: Task) -> Flow:
         """A new session for `task`, in the server's flow."""
         assert self._connections is not None, "setup comes first"
-        if rows.PARAMS not in task.fields:
+        if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
         session = Session(self._url, self._connections, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow

@@ -1,1 +1,240 @@
-"""Files written for OpenRLHF, as they stand: reward functions and agents. Reached by their path (see `files`)."""
+"""Environments from files written for OpenRLHF, as they stand: reward functions and agents. `files` recognises them.
+
+Such a file runs in processes of its own (`host`). What it imports from `openrlhf` is in `package`, where that is not
+installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+
+from envgym.env import Env, Info, StepResult
+from envgym.env.rewards import Reward, prompt_text
+from envgym.env.rewards.environments import GroupRewardEnv, answer_of, seed_of
+from envgym.errors import EnvgymError, InvalidStep
+from envgym.hashing import text_hash
+from envgym.isolation.processes import Processes, Session
+from envgym.registry import spec_from_json
+from envgym.tasks import DataEnvConfig, DataEnvSpec
+from envgym.types import Action, Episode, Message, Observation, Task, as_messages
+
+
+class OpenRLHFFileConfig(DataEnvConfig):
+    """Settings of both kinds of file."""
+
+    processes: int = Field(1, ge=1)
+    """Processes that run the file. What blocks in one holds up what else runs there."""
+    logs: str | None = None
+    """Folder for the file's output. Unset: a temporary one, kept where something went wrong."""
+
+
+class OpenRLHFFile(DataEnvSpec):
+    """The environment of a file; `for_file` makes a subclass for each."""
+
+    Config = OpenRLHFFileConfig
+    config: OpenRLHFFileConfig
+    answer_required = False
+    path: ClassVar[Path]
+    name: ClassVar[str]
+    env: ClassVar[type[Env]]
+    host: ClassVar[str]
+    """The class that runs in the processes."""
+
+    processes: Processes
+
+    @classmethod
+    def for_file(cls, path: Path, name: str, about: str | None) -> type[Self]:
+        """The environment of the function or class `name` in the file at `path`."""
+        about = about or f"{name} of {path.name}, written for OpenRLHF."
+        return type(path.stem, (cls,), {"path": path, "name": name, "__doc__": about})
+
+    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
+        super().__init__(id, env_class or self.env, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return spec_from_json, (self.to_json(),)
+
+    def fingerprint(self) -> dict[str, str]:
+        return super().fingerprint() | {"code": text_hash(self.path.read_text(errors="replace"))}
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.tasks("train")  # raises where there are none, before anything is started
+        target = {"target": f"{self.path}:{self.name}"}
+        settings = self.config
+        self.processes = Processes(self.host, target, count=settings.processes, name=self.path.stem, logs=settings.logs)
+        await self.processes.start()
+
+    async def teardown(self) -> None:
+        await self.processes.close()
+        await super().teardown()
+
+
+# -- reward functions -------------------------------------------------------------------------------------
+
+
+class RewardFileConfig(OpenRLHFFileConfig):
+    """Settings of a reward function from a file for OpenRLHF."""
+
+    chat: bool = True
+    """Pose prompts as chat messages, through the model's template; false: as raw text, for base models."""
+
+
+class RewardFile(OpenRLHFFile):
+    """Poses the tasks; the rewards of a group come from one call of `reward_func(queries, prompts, labels)`.
+
+    `queries` are prompt and answer as one text each and begin with the text in `prompts`, which is the task's own,
+    without the chat template. `labels` are the tasks' answers. A call has `call_timeout` seconds; then its process is
+    killed and the group fails.
+    """
+
+    env = GroupRewardEnv
+    Config = RewardFileConfig
+    config: RewardFileConfig
+    host = "envgym.envs.openrlhf.host:RewardHost"
+
+    async def score_group(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Reward | InvalidStep]:
+        prompt = prompt_text(task)
+        queries = [prompt + answer_of(episode).text for episode in episodes]
+        prompts, labels = [prompt] * len(queries), [task.answer] * len(queries)
+        rewards: list[Reward | InvalidStep] = await self.processes.call(
+            "group", queries, prompts, labels, seed_of(episodes), timeout=self.config.call_timeout
+        )
+        return rewards
+
+
+# -- agents -----------------------------------------------------------------------------------------------
+
+Sample = Callable[[list[int], Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]]
+"""Samples after these tokens, with sampling parameters changed: token ids, log-probabilities and finish reason, or None
+where there is no room for more."""
+DEFAULT_SAMPLING = {"max_tokens": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": (), "seed": None}
+"""The sampling parameters that an agent sees where the run's are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An agent file's view of the policy: its tokenizer, sampling parameters, context length and most turns."""
+
+    tokenizer: Any = None
+    sampling: Mapping[str, Any] = field(default_factory=lambda: DEFAULT_SAMPLING)
+    max_length: int | None = None
+    max_steps: int | None = None
+
+
+class AgentFileConfig(OpenRLHFFileConfig):
+    """Settings of an agent from a file for OpenRLHF."""
+
+    chat: bool = False
+    """Pose the first observation as chat messages, through the model's template. Later ones are appended as raw text
+    either way: the agent writes its own markup."""
+
+
+class AgentEnv(Env):
+    """One episode: an `AgentInstance` of the file, in one of its processes."""
+
+    spec: AgentFile
+    task: Task
+
+    def __init__(self) -> None:
+        self.policy = Policy()
+        """Set by the agent that plays, before `reset`."""
+        self.score: float | None = None
+        """The last score that the file's agent gave, None where that was none in [0, 1]."""
+        self._session: Session | None = None
+        self._key = uuid.uuid4().hex
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        self.task, self.score = (options or {})["task"], None
+        *before, last = as_messages(self.task.prompt)
+        if self.spec.executes and self.policy.tokenizer is not None:  # `execute` comes next
+            text = last.text
+        else:
+            session = await self._open()
+            prompt = last.text if self._is_chat else prompt_text(self.task)
+            text = await session.call("reset", self._key, prompt, self.task.answer, dict(self.policy.sampling))
+        if self._is_chat:
+            return Observation(messages=(*before, Message.of(last.role, text))), {}
+        return Observation(text=text), {}
+
+    async def step(self, action: Action) -> StepResult:
+        assert self._session is not None
+        result, metrics, sampling = await self._session.call("step", self._key, action.text)
+        self.score = result.score
+        observation = Observation(text=result.feedback, sampling=sampling)
+        return observation, result.reward, result.done, False, {"score": result.score, "metrics": metrics}
+
+    async def execute(self, sample: Sample) -> dict[str, Any]:
+        """Let the file's own `execute` play the episode after `reset`, and return its result as plain numbers (see
+        `host.read_result`)."""
+        session = await self._open()
+        async with self.spec.sending_tokenizer:  # it is large, and once for each process is enough
+            if not await session.call("has_tokenizer"):
+                await session.call("set_tokenizer", self.policy.tokenizer)
+        prompt: str | list[dict[str, Any]] = prompt_text(self.task)
+        if self._is_chat:
+            prompt = [message.as_dict() for message in as_messages(self.task.prompt)]
+        limits = {"max_length": self.policy.max_length, "max_steps": self.policy.max_steps}
+        await session.call("begin", self._key, prompt, self.task.answer, dict(self.policy.sampling), limits)
+        while True:
+            kind, value = await session.call("next", self._key)
+            if kind == "result":
+                return dict(value)
+            number, token_ids, sampling = value
+            await session.call("answer", self._key, number, await sample(token_ids, sampling))
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.alive:
+                with contextlib.suppress(EnvgymError):
+                    await session.call("close_episode", self._key)
+        finally:
+            session.end()
+
+    @property
+    def _is_chat(self) -> bool:
+        return self.spec.config.chat or not isinstance(self.task.prompt, str)
+
+    async def _open(self) -> Session:
+        if self._session is None or not self._session.alive:
+            if self._session is not None:
+                self._session.end()
+            self._session = await self.spec.processes.session()
+        return self._session
+
+
+class AgentFile(OpenRLHFFile):
+    """The environment of a file that defines `AgentInstance` and `AgentExecutor`.
+
+    Where its executor leaves `execute` as it is, this is an environment like others, with `reset` and `step`. Else
+    the file drives the model itself, for which it needs the agent named here; others leave its `execute` out.
+    """
+
+    agent = "openrlhf_executor"
+    env = AgentEnv
+    Config = AgentFileConfig
+    config: AgentFileConfig
+    host = "envgym.envs.openrlhf.host:AgentHost"
+
+    executes = False
+    """True where the file has an `execute` of its own; known once it is set up."""
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.sending_tokenizer = asyncio.Lock()
+        session = await self.processes.session()
+        try:
+            self.executes = await session.call("executes")
+        finally:
+            session.end()

@@ -1,7 +1,7 @@
-"""Recognises a file written for OpenRLHF by what it defines, without importing it.
+"""Recognition of files written for OpenRLHF, by their definitions and without importing them.
 
-Such files import torch and may load a model when they are imported. They are run in processes of their own, so this
-one need not.
+Such files import torch and may load a model when they are imported. They run in processes of their own, so this one
+need not import them.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from pathlib import Path
 
 from envgym.env import EnvSpec
 
-from .agent_file import AgentFile
-from .reward_file import RewardFile
+from . import AgentFile, RewardFile
 
 EXECUTOR, INSTANCE, FUNCTION = "AgentExecutor", "AgentInstance", "reward_func"
-TAKES = ("queries", "prompts", "labels")
+PARAMETERS = ("queries", "prompts", "labels")
 
 
 def environment_of(path: Path, name: str) -> type[EnvSpec] | None:
     """The environment of the file at `path`; None where it is no such file, or one that knows envgym.
 
-    `name` is what the user wrote behind the file: a reward function or an executor in it.
+    `name` is the reward function or executor that the user wrote behind the file, if any.
     """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return None  # whoever imports it says what is wrong
+        return None  # importing it will name the problem
     if any(_imports_envgym(node) for node in ast.walk(tree)):
         return None
-    defined = {defines: node for node in _top_level(tree.body) for defines in _names(node)}
+    defined = {defined: node for node in _top_level(tree.body) for defined in _names(node)}
     if name:
         is_function = isinstance(defined.get(name), ast.FunctionDef | ast.AsyncFunctionDef)
         is_agent = isinstance(defined.get(name), ast.ClassDef) and name != INSTANCE and INSTANCE in defined
-        is_reward = (name == FUNCTION and name in defined) or (is_function and _parameters(defined[name])[:3] == TAKES)
+        is_reward = (name == FUNCTION and name in defined) or (
+            is_function and _parameters(defined[name])[:3] == PARAMETERS
+        )
     else:
         is_agent = EXECUTOR in defined or INSTANCE in defined
         is_reward = FUNCTION in defined
@@ -62,7 +63,7 @@ def _top_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """What a statement gives a name to."""
+    """The names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""A file written for OpenRLHF in a process of its own: what runs there."""
+"""The process of a file written for OpenRLHF: holds its reward function, or its agents."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import random
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from envgym.env.checked import finite_metrics
@@ -14,16 +15,16 @@ from envgym.env.rewards.functions import Reward, column, number, run
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
 
-from . import carrying
-from .engine import EngineProxy, QueueProxy, Run
-from .playing import Playing, Said
-from .reading import finite_logs, flat, plain, valid_score
-from .sampling import SamplingParams, overrides
-from .stand_in import install
+from . import package, propagation
+from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
+from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides
+
+CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+"""Arguments that the older interface's executors take, by name."""
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators, which are this process's own, so that what a file draws can be repeated."""
+    """Seed the global generators, which are this process's own, so that a file's draws can be repeated."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -35,7 +36,7 @@ class RewardHost:
     """Calls `reward_func(queries, prompts, labels)`."""
 
     def __init__(self, target: str) -> None:
-        install()
+        package.install(Path(split_target(target)[0]))
         self._function = load_function(target, "reward function")
         self._name = self._function.__name__
 
@@ -45,25 +46,25 @@ class RewardHost:
     async def group(
         self, queries: list[str], prompts: list[str], labels: list[Any], seed: int
     ) -> list[Reward | InvalidStep]:
-        """What the function says of each answer."""
+        """The rewards of a group's answers."""
         seed_generators(seed)
         result = await run(self._function, queries, prompts, labels)
         return read_rewards(result, len(queries), self._name)
 
 
 def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidStep]:
-    """A dict of `rewards`, `scores` and `extra_logs`, or rewards alone, as what is said of each answer.
+    """The rewards of `count` answers in a dict of `rewards`, `scores` and `extra_logs`, or in rewards alone.
 
-    Of `extra_logs`, what has a number for each answer is a metric of that answer's, and a single number one of all.
-    A score that is the reward says nothing of its own; what is outside [0, 1] is none and is counted
-    (`invalid_scores`). Where there is none, rewards are scores if they all lie in [0, 1].
+    Of `extra_logs`, a list with a number for each answer holds a metric of each, and a single number is one of all.
+    A score that is the reward adds nothing; one outside [0, 1] is left out and counted (`invalid_scores`). Where there
+    is none, rewards are scores if they all lie in [0, 1].
     """
     table = result if isinstance(result, Mapping) else {"rewards": result}
     if table.get("rewards") is None:
         raise InvalidStep(f"{name} returned no 'rewards', only {', '.join(map(str, table)) or 'an empty dict'}")
     rewards = _column(table["rewards"], count, f"{name} returned as rewards")
     scores = [None] * count if table.get("scores") is None else _column(table["scores"], count, f"{name}, scores:")
-    said: list[Reward | InvalidStep] = []
+    read: list[Reward | InvalidStep] = []
     for index in range(count):
         try:
             reward = number(rewards[index], f"{name} returned the reward")
@@ -73,10 +74,10 @@ def read_rewards(result: Any, count: int, name: str) -> list[Reward | InvalidSte
             metrics = finite_metrics(_logged(table.get("extra_logs"), index, count))
             if score is not None and valid_score(score) is None:
                 metrics["invalid_scores"] = 1.0
-            said.append(Reward(reward, None if score == reward else valid_score(score), metrics))
+            read.append(Reward(reward, None if score == reward else valid_score(score), metrics))
         except InvalidStep as error:
-            said.append(error)
-    return said
+            read.append(error)
+    return read
 
 
 def _column(value: Any, count: int, what: str) -> list[Any]:
@@ -85,26 +86,25 @@ def _column(value: Any, count: int, what: str) -> list[Any]:
 
 
 def _logged(logs: Any, index: int, count: int) -> dict[str, Any]:
-    """What `extra_logs` says of the answer at `index`."""
+    """The part of `extra_logs` that is about the answer at `index`."""
     logged: dict[str, Any] = {}
     for name, value in (logs if isinstance(logs, Mapping) else {}).items():
         values = flat(value)
         if isinstance(values, list):
-            if len(values) == count:
-                logged[str(name)] = values[index]
-            elif len(values) == 1:
-                logged[str(name)] = values[0]
-        else:
+            if len(values) not in (1, count):
+                continue
+            values = values[index if len(values) == count else 0]
+        if not isinstance(values, str):
             logged[str(name)] = values
-    return {name: value for name, value in logged.items() if not isinstance(value, str)}
+    return logged
 
 
 class AgentHost:
     """Holds the file's agents, one for each episode, or lets its executor play whole episodes."""
 
     def __init__(self, target: str) -> None:
-        install()
         file, name = split_target(target)
+        package.install(Path(file))
         module = import_target(file)
         agent = importlib.import_module("openrlhf.utils.agent")  # the real one where it is installed
         self._name = name
@@ -115,18 +115,18 @@ class AgentHost:
         bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
         self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
         if self._executes:
-            carrying.install()
+            propagation.install()
         self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
-        self._playing: dict[str, Playing] = {}
-        self._sampling: dict[str, dict[str, Any]] = {}
+        self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}
+        """The episodes in play, with the run's sampling parameters."""
         self._runs: dict[str, Run] = {}
 
     def ping(self) -> None:
         """A sign of life."""
 
     def executes(self) -> bool:
-        """Whether the executor has an `execute` of its own, which drives the model itself."""
+        """Tell whether the executor has an `execute` of its own, which drives the model itself."""
         return self._executes
 
     # -- reset and step ---------------------------------------------------------------------------------------
@@ -138,62 +138,55 @@ class AgentHost:
         instance_class = getattr(executor, "agent_instance_cls", None) or self._instance_class
         if instance_class is None:  # there is nothing but an `execute`
             return prompt
-        self._playing[key] = await Playing.begin(instance_class, prompt, label, SamplingParams.of(sampling))
-        self._sampling[key] = sampling
-        return self._playing[key].text
+        episode = await InstanceEpisode.begin(instance_class, prompt, label, SamplingParams.of(sampling))
+        self._episodes[key] = episode, sampling
+        return episode.text
 
-    async def step(self, key: str, action_text: str) -> tuple[Said, dict[str, float], dict[str, Any]]:
-        """What the agent says to an action, all it has logged, and what it changes of the sampling parameters."""
-        if key not in self._playing:
+    async def step(self, key: str, action_text: str) -> tuple[InstanceStep, dict[str, float], dict[str, Any]]:
+        """The agent's result of an action, all it has logged, and its changes of the sampling parameters."""
+        if key not in self._episodes:
             raise InvalidStep("the file has no AgentInstance: its execute is played by agent=openrlhf_executor")
-        playing = self._playing[key]
-        said = await playing.step(action_text)
-        return said, dict(playing.logs), overrides(playing.sampling, self._sampling[key])
+        episode, sampling = self._episodes[key]
+        result = await episode.step(action_text)
+        return result, dict(episode.metrics), overrides(episode.sampling, sampling)
 
     async def close_episode(self, key: str) -> None:
-        if (playing := self._playing.pop(key, None)) is not None:
-            await playing.close()
+        if key in self._episodes:
+            episode, _ = self._episodes.pop(key)
+            await episode.close()
         if (run := self._runs.pop(key, None)) is not None:
             run.cancel()
 
     # -- execute ----------------------------------------------------------------------------------------------
 
-    def knows_tokenizer(self) -> bool:
+    def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def learn_tokenizer(self, tokenizer: Any) -> None:
+    def set_tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    async def begin(self, key: str, prompt: str | list[dict[str, Any]], label: Any, policy: dict[str, Any]) -> None:
-        """Start an episode's `execute`. `policy` has `sampling`, `max_length` and `max_steps`."""
-        sampling = policy["sampling"]
+    async def begin(
+        self,
+        key: str,
+        prompt: str | list[dict[str, Any]],
+        label: Any,
+        sampling: dict[str, Any],
+        limits: dict[str, int | None],
+    ) -> None:
+        """Start an episode's `execute`. `limits` are `max_length` and `max_steps`."""
         if not isinstance(prompt, str):
             prompt = str(self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        engine = EngineProxy()
-        executor = self._make_executor(
-            {
-                "max_steps": policy["max_steps"],
-                "max_length": policy["max_length"],
-                "llm_engine": engine,
-                "hf_tokenizer": self._tokenizer,
-                "result_queue": QueueProxy(),
-            }
-        )
-        known = {
-            "max_length": policy["max_length"],
-            "hf_tokenizer": self._tokenizer,
-            "llm_engine": engine,
-            "images": None,
-        }
-        takes = inspect.signature(executor.execute).parameters.values()
-        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes)
-        names = {parameter.name for parameter in takes}
-        more = {name: value for name, value in known.items() if takes_any or name in names}
+        given = {"llm_engine": EngineProxy(), "hf_tokenizer": self._tokenizer, "max_length": limits["max_length"]}
+        executor = self._make_executor({**given, "max_steps": limits["max_steps"], "result_queue": QueueProxy()})
+        parameters = inspect.signature(executor.execute).parameters
+        takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+        given["images"] = None
+        arguments = {name: value for name, value in given.items() if takes_any or name in parameters}
         self._runs[key] = run = Run(self._tokenizer, sampling)
-        run.start(executor.execute(prompt, label, SamplingParams.of(sampling), **more))
+        run.start(executor.execute(prompt, label, SamplingParams.of(sampling), **arguments))
 
     async def next(self, key: str) -> tuple[str, Any]:
-        """The next thing that an episode's `execute` asks for, or its result."""
+        """The next request of an episode's `execute`, or its result."""
         kind, value = await self._runs[key].next()
         return kind, read_result(value) if kind == "result" else value
 
@@ -201,14 +194,14 @@ class AgentHost:
         self._runs[key].answer(number, generation)
 
     def _make_executor(self, known: dict[str, Any]) -> Any:
-        """The file's executor, which all episodes in this process share. The older interface's constructor is given
-        what it names, where it is `known`."""
+        """The file's executor, which all episodes in this process share. The older interface's constructor gets the
+        arguments that it names, where they are `known`."""
         if bool(known) not in self._executors:
             parameters = inspect.signature(self._executor_class).parameters
             if self._executor_class.__module__.partition(".")[0] in ("openrlhf", "envgym"):
                 arguments = {"agent_instance_cls": self._instance_class}
             else:
-                arguments = {name: known.get(name) for name in OLDER if name in parameters}
+                arguments = {name: known.get(name) for name in CONSTRUCTOR_ARGUMENTS if name in parameters}
             try:
                 self._executors[bool(known)] = self._executor_class(**arguments)
             except TypeError as error:
@@ -216,12 +209,8 @@ class AgentHost:
         return self._executors[bool(known)]
 
 
-OLDER = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
-"""What the constructor of an executor is given, where it names it."""
-
-
 def read_result(result: Any) -> dict[str, Any]:
-    """What `execute` returned, as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
+    """The result of `execute`, as plain numbers: reward, score, metrics, truncated, tokens, ranges, turn_rewards."""
     if not isinstance(result, Mapping) or "reward" not in result:
         raise InvalidStep(f"execute must return a dict with 'reward' (and observation_tokens, …), not {result!r:.80}")
     score = number(result.get("scores"), "execute returned the scores")

@@ -1,4 +1,4 @@
-"""The outside agent: real programs, in processes of their own, against the real endpoint."""
+"""The external agent: real programs, in processes of their own, against the real endpoint."""
 
 import asyncio
 import json

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgym import Action, Env, EnvSpec
-from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-from envgym.agents.tool_calling import ToolCalling
+from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig, ToolCalling
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

@@ -11,8 +11,7 @@ from aiohttp import web
 
 import envgym
 from envgym.envs import nemo_gym
-from envgym.envs.nemo_gym import discovery
-from envgym.envs.nemo_gym import server as server_module
+from envgym.envs.nemo_gym.client import find_resources_server
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
 from envgym.types import Action, Message, StopReason, TextPart, ToolCall
 
@@ -490,8 +489,8 @@ def test_a_server_is_found_by_its_name(serving, path):
 def test_a_server_that_listens_everywhere_is_where_its_head_server_is(serving):
     async def main(host):
         config = {"quiz": {"resources_servers": {"mcqa": {"host": host, "port": 21001}}}}
-        async with serving(head_server(config)) as head, server_module.connector() as connections:
-            return await discovery.find(head.replace("127.0.0.1", "localhost"), None, connections)
+        async with serving(head_server(config)) as head, aiohttp.ClientSession() as http:
+            return await find_resources_server(head.replace("127.0.0.1", "localhost"), None, http)
 
     assert asyncio.run(main("0.0.0.0")) == "http://localhost:21001"
     assert asyncio.run(main("10.1.2.3")) == "http://10.1.2.3:21001"
@@ -504,8 +503,8 @@ def test_what_a_config_refers_to_is_looked_up(serving):
     async def main(**settings):
         config = {"quiz": {"resources_servers": {"mcqa": settings}}, "at": {"host": "box", "port": "${main_port}"}}
         config |= {"main_port": 21001, "loop": "${loop}"}
-        async with serving(head_server(config)) as head, server_module.connector() as connections:
-            return await discovery.find(head, None, connections)
+        async with serving(head_server(config)) as head, aiohttp.ClientSession() as http:
+            return await find_resources_server(head, None, http)
 
     assert asyncio.run(main(host="${at.host}-${main_port}.lan", port="${at.port}")) == "http://box-21001.lan:21001"
     for port in ("${loop}", "${nowhere.port}"):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import envgym
-from envgym.agents.tool_calling import ToolCalling
+from envgym.agents.multi_turn import ToolCalling
 from envgym.engines.base import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
@@ -26,7 +26,7 @@ from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Action, StopReason, ToolCall, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-LAUNCHER = Path(__file__).parent / "serving" / "real_servers.py"
+LAUNCHER = Path(__file__).parent / "real_servers.py"
 SERVERS = {"reasoning_gym": "math", "example_session_state_mgmt": "agent", "blackjack": "games"}
 """Implementations that are started, and the domain each must name."""
 

@@ -283,7 +283,7 @@ def test_the_file_is_not_imported_here_and_its_spec_is_json(write):
 
 
 def test_without_tasks_nothing_is_started(seed, monkeypatch):
-    monkeypatch.setattr("envgym.envs.openrlhf.foreign_file.Processes", None)
+    monkeypatch.setattr("envgym.envs.openrlhf.Processes", None)
     with pytest.raises(ConfigError, match=r"has no tasks of its own: give it some with data\.path=FILE"):
         asyncio.run(registry.spec(str(seed("s004_reward_func_math"))).ensure_setup())
 

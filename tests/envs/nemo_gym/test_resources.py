@@ -9,11 +9,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from envgym import Env, EnvSpec
-from envgym.envs.nemo_gym.serving.rows import rows
-from envgym.envs.nemo_gym.serving.server import application
-from envgym.envs.nemo_gym.serving.sessions import Sessions
+from envgym.agents.external.responses_api import output_items, response
+from envgym.envs.nemo_gym.serve import application
+from envgym.envs.nemo_gym.served_tasks import rows
 from envgym.errors import InvalidOutcome
-from envgym.responses import output_items, response
 from envgym.types import Message, Observation, ToolCall, ToolSpec
 
 USE = ToolSpec("use", "", {"type": "object", "properties": {}})
@@ -49,12 +48,11 @@ class Clinging(Fragile):
 
 @asynccontextmanager
 async def serving_it(most=10, model_server=None, env=Fragile):
-    """Gives the sessions, a row, and `post(path, body, client)`."""
+    """Gives a row, and `post(path, body, client)`."""
     spec = EnvSpec("Fragile-v0", env)
-    sessions = Sessions(most)
-    [row] = [row async for row in rows(spec, "fragile", "fragile_agent", "train", 1)]
+    [row] = [row async for row in rows(spec, "fragile", "train", 1)]
     Fragile.steps = Fragile.open = 0
-    async with TestServer(application("fragile", spec, sessions, model_server, most, None)) as server, browser() as own:
+    async with TestServer(application("fragile", spec, model_server, most)) as server, browser() as own:
 
         async def post(path, body, client=own):
             given = {"data": body} if isinstance(body, bytes) else {"json": body}
@@ -62,9 +60,7 @@ async def serving_it(most=10, model_server=None, env=Fragile):
             async with client.post(server.make_url(path), headers=headers, **given) as answer:
                 return answer.status, await answer.text()
 
-        yield sessions, row, post
-        for id in list(sessions._sessions):
-            await sessions.close(id)
+        yield row, post
     assert Fragile.open == 0
 
 
@@ -82,7 +78,7 @@ CALL = Message("assistant", (), (ToolCall("c", "use", {}),))
 
 def test_an_episode_whose_tool_failed_has_no_reward_whatever_comes_after():
     async def main():
-        async with serving_it() as (_, row, post):
+        async with serving_it() as (row, post):
             await post("/seed_session", row)
             answers = [await post("/use", {}), await post("/use", {}), await post("/verify", saying(row, WORDS))]
             return answers, Fragile.steps, Fragile.open
@@ -95,7 +91,7 @@ def test_an_episode_whose_tool_failed_has_no_reward_whatever_comes_after():
 
 def test_a_step_that_failed_gives_the_place_back():
     async def main():
-        async with serving_it() as (_, row, post):
+        async with serving_it() as (row, post):
             await post("/reset", row)
             status, text = await post("/step", saying(row, CALL))
             return status, text, Fragile.open
@@ -107,7 +103,7 @@ def test_a_step_that_failed_gives_the_place_back():
 
 def test_a_metric_is_never_taken_for_the_reward():
     async def main():
-        async with serving_it() as (_, row, post):
+        async with serving_it() as (row, post):
             await post("/seed_session", row)
             return await post("/verify", saying(row, WORDS))
 
@@ -121,7 +117,7 @@ def test_no_more_sessions_are_begun_than_there_are_places():
     """Posing takes its time: those that come meanwhile find the places taken."""
 
     async def main():
-        async with serving_it(most=2) as (_, row, post):
+        async with serving_it(most=2) as (row, post):
 
             async def one():
                 async with browser() as client:
@@ -134,12 +130,12 @@ def test_no_more_sessions_are_begun_than_there_are_places():
 
 def test_of_episodes_begun_under_one_cookie_at_once_the_last_stays():
     async def main():
-        async with serving_it() as (sessions, row, post):
+        async with serving_it() as (row, post):
             await post("/seed_session", row)
             await asyncio.gather(*(post("/seed_session", row) for _ in range(4)))
-            return len(sessions._sessions), Fragile.open
+            return Fragile.open
 
-    assert asyncio.run(main()) == (1, 1)
+    assert asyncio.run(main()) == 1
 
 
 @pytest.mark.parametrize(
@@ -155,7 +151,7 @@ def test_of_episodes_begun_under_one_cookie_at_once_the_last_stays():
 )
 def test_what_cannot_be_read_is_the_senders_mistake(path, body, status, says):
     async def main():
-        async with serving_it() as (_, row, post):
+        async with serving_it() as (row, post):
             await post("/seed_session", row)
             return await post(path, body)
 
@@ -168,7 +164,7 @@ def test_token_ids_that_are_none_are_left_out():
     said = {"response": {"output": [{"role": "assistant", "content": "done", "generation_token_ids": 3}]}}
 
     async def main():
-        async with serving_it() as (_, row, post):
+        async with serving_it() as (row, post):
             await post("/reset", row)
             return await post("/step", said)
 
@@ -184,7 +180,7 @@ def test_what_goes_wrong_when_an_episode_is_over_costs_it_nothing():
         app.router.add_post("/v1/responses", model)
         async with TestServer(app) as model_server:
             url = f"http://127.0.0.1:{model_server.port}"
-            async with serving_it(model_server=url, env=Clinging) as (_, row, post):
+            async with serving_it(model_server=url, env=Clinging) as (row, post):
                 await post("/seed_session", row)
                 return await post("/run", row), await post("/verify", saying(row, WORDS))
 
@@ -209,7 +205,7 @@ def test_the_model_server_gets_the_cookies_of_its_own_session_back():
         app.router.add_post("/v1/responses", model)
         async with TestServer(app) as model_server:
             url = f"http://127.0.0.1:{model_server.port}"
-            async with serving_it(model_server=url) as (_, row, post):
+            async with serving_it(model_server=url) as (row, post):
                 assert (await post("/run", row))[0] == 200
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Which program a connection over loopback comes from, by what Linux tells of processes of the same user."""
+"""The program at the other end of a connection over loopback, looked up in /proc of Linux."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def program_of(client: tuple[str, int], server: tuple[str, int], own: int, others: Iterable[int]) -> int | None:
-    """Which of the programs `own` and `others`, each named by the process that leads its session, has the socket that
-    connects `client` to `server` (IPv4 addresses), itself or in a process that it started.
+    """The one of the programs `own` and `others`, each named by the process that leads its session, that has the socket
+    from `client` to `server` (IPv4 addresses), itself or in a process that it started.
 
-    None where that cannot be told: the process is another user's, in a container, or has left its program for good.
+    None where it cannot be determined: the process is another user's, in a container, or has left its program for good.
     """
     link = f"socket:[{_inode(client, server)}]"
     if any(_session(process) == own and _holds(process, link) for process in _processes()):  # nearly always
@@ -19,22 +19,22 @@ def program_of(client: tuple[str, int], server: tuple[str, int], own: int, other
     programs = {own, *others}
     for process in _processes():
         if _holds(process, link):
-            for ancestor in _line(process):
+            for ancestor in _ancestry(process):
                 if found := programs & {ancestor, _session(ancestor)}:
                     return found.pop()
     return None
 
 
 def _inode(client: tuple[str, int], server: tuple[str, int]) -> str:
-    ends = [_written(*client), _written(*server)]
+    addresses = [_in_table(*client), _in_table(*server)]
     try:
         with open("/proc/net/tcp", encoding="ascii") as table:
-            return next((row[9] for line in table if (row := line.split())[1:3] == ends), "")
+            return next((row[9] for line in table if (row := line.split())[1:3] == addresses), "")
     except OSError:
         return ""
 
 
-def _written(host: str, port: int) -> str:
+def _in_table(host: str, port: int) -> str:
     """An address as the table of sockets has it: bytes in the machine's order, here little-endian."""
     return "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
 
@@ -64,7 +64,7 @@ def _holds(process: int, link: str) -> bool:
     return False
 
 
-def _line(process: int) -> Iterator[int]:
+def _ancestry(process: int) -> Iterator[int]:
     """A process, its parent, and so on."""
     while process > 1:
         yield process

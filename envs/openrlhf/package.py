@@ -1,29 +1,38 @@
-"""Answers for `openrlhf.utils` where that package is not installed: the base classes that agent files import, and how
-reward functions read and grade mathematics.
+r"""Substitute for the package `openrlhf` where it is not installed: what reward functions and agent files import.
 
 One set of classes serves both interfaces those files are written for: `MultiTurnAgentExecutor(AgentInstance)` with
 `execute(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)`, and the older
 `AgentExecutorBase(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)` with
 `execute(prompt, label, sampling_params)`, which hands its result to the queue.
+
+Mathematics is judged as `math_verify` does, not by OpenRLHF's own code: what is no value, or hard to read, is wrong.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import logging
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from copy import deepcopy
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .mathematics import extract_boxed_answer, grade_answer
+from envgym.envs.math_verify.answers import boxed, judge_at_once
+from envgym.errors import missing_package
+
+from .episode import InstanceEpisode
+from .llm_engine import OutOfRoom
+
+GRADING_SECONDS = 5
+"""Time limit for reading an answer, and for comparing it."""
 
 
 class AgentInstanceBase(ABC):
-    """What an agent file derives its environment from: one episode."""
+    """Base class of an agent file's environment: one episode."""
 
     @abstractmethod
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -36,7 +45,7 @@ class AgentInstanceBase(ABC):
 
 
 class AgentExecutorBase:
-    """What an agent file derives its executor from."""
+    """Base class of an agent file's executor."""
 
     def __init__(
         self,
@@ -69,33 +78,30 @@ class AgentExecutorBase:
         images: Any = None,
     ) -> dict[str, Any]:
         """Play `reset` and `step` until the agent is done, its steps are used up or the context is full."""
-        from .engine import NoRoom
-        from .playing import Playing
-
         tokenizer = self.hf_tokenizer if hf_tokenizer is None else hf_tokenizer
         engine = self.llm_engine if llm_engine is None else llm_engine
-        playing = await Playing.begin(self.agent_instance_cls, prompt, label, sampling_params)
+        episode = await InstanceEpisode.begin(self.agent_instance_cls, prompt, label, sampling_params)
         try:
-            tokens = _encode(tokenizer, playing.text)
+            tokens = _encode(tokenizer, episode.text)
             ranges: list[tuple[int, int]] = []
             rewards: list[float] = []
             logprobs = [0.0] * len(tokens)
             done, score = False, None
             while not done and (self.max_steps is None or len(ranges) < self.max_steps):
                 try:
-                    output = (await engine.generate(tokens, playing.sampling)).outputs[0]
-                except NoRoom:
+                    output = (await engine.generate(tokens, episode.sampling)).outputs[0]
+                except OutOfRoom:
                     break
                 ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
-                said = await playing.step(output.text)
-                done, score = said.done, said.score
-                rewards.append(said.reward)
-                feedback = [] if done else _encode(tokenizer, said.feedback)
+                step = await episode.step(output.text)
+                done, score = step.done, step.score
+                rewards.append(step.reward)
+                feedback = [] if done else _encode(tokenizer, step.feedback)
                 logprobs += [one[id].logprob for id, one in zip(output.token_ids, output.logprobs, strict=True)]
                 logprobs += [0.0] * len(feedback)
                 tokens = [*tokens, *output.token_ids, *feedback]
         finally:
-            await playing.close()
+            await episode.close()
         return {
             "prompt": prompt,
             "label": label,
@@ -107,7 +113,7 @@ class AgentExecutorBase:
             "turn_rewards": rewards,
             "scores": score,
             "truncated": not done,
-            "extra_logs": playing.logs,
+            "extra_logs": episode.metrics,
         }
 
 
@@ -119,50 +125,56 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Being found in its place
+def extract_boxed_answer(solution: str) -> str | None:
+    r"""The content of the last `\boxed{…}`; None where there is none."""
+    return boxed(str(solution))
 
 
-def _logger(name: str) -> logging.Logger:
+def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
+    """Tell whether an answer, taken out of its box, is right."""
+    if given_answer is None or ground_truth is None:
+        return False
+    answer, gold = str(given_answer).strip(), str(ground_truth).strip()
+    certain = judge_at_once(answer, gold)
+    if certain is not None:
+        return certain
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise missing_package("math-verify", "math", "grade_answer") from None
+    # The library's clock is a signal's, which only the main thread has: reward functions are called there.
+    seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else None
+    left, right = (parse(rf"\boxed{{{text}}}", parsing_timeout=seconds) for text in (gold, answer))
+    return bool(verify(left, right, timeout_seconds=seconds))
+
+
+def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-CONTENT: dict[str, dict[str, Any]] = {
+MATHEMATICS = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
+AGENT = {
+    "AgentInstanceBase": AgentInstanceBase,
+    "AgentExecutorBase": AgentExecutorBase,
+    "MultiTurnAgentExecutor": MultiTurnAgentExecutor,
+}
+MODULES: dict[str, dict[str, Any]] = {
     "openrlhf": {},
-    "openrlhf.utils": {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer},
-    "openrlhf.utils.agent": {
-        "AgentInstanceBase": AgentInstanceBase,
-        "AgentExecutorBase": AgentExecutorBase,
-        "MultiTurnAgentExecutor": MultiTurnAgentExecutor,
-    },
-    "openrlhf.utils.math_utils": {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer},
-    "openrlhf.utils.logging_utils": {"init_logger": _logger},
+    "openrlhf.utils": MATHEMATICS,
+    "openrlhf.utils.agent": AGENT,
+    "openrlhf.utils.math_utils": MATHEMATICS,
+    "openrlhf.utils.logging_utils": {"init_logger": init_logger},
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules above. It stands last, so it is only asked for what is not installed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        is_ours = fullname in CONTENT and not _is_installed(fullname)
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_ours else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(CONTENT[module.__name__])
-
-
-def _is_installed(fullname: str) -> bool:
-    """Whether the module asked for belongs to a real package, which then lacks it."""
-    parent = sys.modules.get(fullname.partition(".")[0])
-    return parent is not None and not isinstance(getattr(parent, "__loader__", None), _Finder)
-
-
-def install() -> None:
-    """Stand in for `openrlhf` in this process from now on, where it is not installed."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+def install(file: Path) -> None:
+    """Substitute the modules above in this process, unless `openrlhf` is installed, or lies beside the `file`."""
+    if "openrlhf" in sys.modules or find_spec("openrlhf") or PathFinder.find_spec("openrlhf", [str(file.parent)]):
+        return
+    for name, content in MODULES.items():
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = []
+        vars(module).update(content)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)

@@ -23,18 +23,16 @@ from envgym.remote.server import check_servable
 from envgym.remote.wire import MAX_BODY, Problem
 from envgym.services import start_services
 
-from .agent import AgentServer
-from .resources import Resources
-from .rows import SPLITS, UnknownRow, rows, write_rows
-from .sessions import COOKIE, CURRENT, Sessions
+from .agent_server import AgentServer
+from .protocol import host_and_port
+from .resources_server import ResourcesServer, with_cookie
+from .served_tasks import UnknownRow, write_rows
 
 SERVED = "served"
-"""The kind under which an entry says where a server is that runs already."""
-
+"""The kind under which an entry has the address of a server that runs already."""
 REFUSAL = "with NeMo-Gym's protocol, which has no tokens: use --host 127.0.0.1 and an SSH tunnel from other machines"
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def serve(
@@ -73,27 +71,11 @@ async def serve(
         for spec in specs.values():
             await stack.enter_async_context(start_services(spec))
         folder.mkdir(parents=True, exist_ok=True)
-        files: dict[str, list[tuple[str, Path]]] = {name: [] for name in specs}
-        for name, spec in specs.items():
-            missing: ConfigError | None = None
-            for split, word in SPLITS.items():
-                path = folder.absolute() / f"{name}_{word}.jsonl"
-                path.unlink(missing_ok=True)  # an earlier server's
-                try:
-                    spec.tasks(split)
-                except ConfigError as error:  # no held-out file, say: the other split is still of use
-                    missing = error
-                    continue
-                if await write_rows(path, rows(spec, name, f"{name}_agent", split, rows_of_a_split)):
-                    files[name].append((word, path))
-            if missing is not None and not files[name]:
-                raise missing
+        files = {name: await write_rows(spec, name, folder, rows_of_a_split) for name, spec in specs.items()}
         config = config_of(addresses, files, model)
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for number, (name, spec) in enumerate(specs.items()):
-            sessions = Sessions(max_sessions)
-            await stack.enter_async_context(sessions.kept())
-            app = application(name, spec, sessions, model_server, max_sessions, config if number == 0 else None)
+            app = application(name, spec, model_server, max_sessions, config if number == 0 else None)
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -111,14 +93,10 @@ def check_verifiable(spec: EnvSpec) -> None:
 
 def model_address(url: str) -> tuple[str, int]:
     """Host and port of their model server. Raises `ConfigError`."""
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "http" or not parts.hostname or port is None or parts.path not in ("", "/"):
+    address, parts = host_and_port(url), urlsplit(url)
+    if parts.scheme != "http" or address is None or parts.path not in ("", "/"):
         raise ConfigError(f"--model-server is http://HOST:PORT, without /v1, not {url!r}")
-    return parts.hostname, port
+    return address
 
 
 def config_of(
@@ -153,16 +131,11 @@ def _entry(kind: str, address: tuple[str, int], **settings: Any) -> dict[str, An
 
 
 def application(
-    name: str,
-    spec: EnvSpec,
-    sessions: Sessions,
-    model_server: str | None,
-    most: int,
-    config: Mapping[str, Any] | None,
+    name: str, spec: EnvSpec, model_server: str | None, max_sessions: int, config: Mapping[str, Any] | None = None
 ) -> web.Application:
     """One environment's routes; with a `config` those of the head server as well."""
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[_with_cookie(sessions), _plain_errors])
-    began = time.time()
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[with_cookie, _plain_errors])
+    started = time.time()
 
     async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -174,16 +147,16 @@ def application(
             return web.json_response(yaml.safe_dump(config, sort_keys=False))  # YAML within a JSON string
 
         async def instances(_: web.Request) -> web.Response:
-            return web.json_response(list(_instances(config, began)))
+            return web.json_response(list(_instances(config, started)))
 
         app.router.add_get("/global_config_dict_yaml", global_config)
         app.router.add_get("/server_instances", instances)
-    AgentServer(name, spec, model_server, most).add_to(app)
-    Resources(name, spec, sessions).add_to(app)
+    AgentServer(name, spec, model_server, max_sessions).add_to(app)
+    ResourcesServer(name, spec, max_sessions).add_to(app)
     return app
 
 
-def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
+def _instances(config: Mapping[str, Any], started: float) -> list[dict[str, Any]]:
     """The servers that run here, in the words of their status command."""
     return [
         {
@@ -195,7 +168,7 @@ def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
             "url": f"http://{settings['host']}:{settings['port']}",
             "entrypoint": settings["entrypoint"],
             "pid": os.getpid(),
-            "start_time": began,
+            "start_time": started,
         }
         for name, kinds in config.items()
         if name not in ("head_server", "policy_model")
@@ -205,39 +178,21 @@ def _instances(config: Mapping[str, Any], began: float) -> list[dict[str, Any]]:
     ]
 
 
-def _with_cookie(sessions: Sessions) -> Any:
-    @web.middleware
-    async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Name the session in every response, for agents that remember only the latest one's cookies."""
-        session = request.cookies.get(COOKIE) or sessions.new_id()
-        CURRENT.set(session)
-        answer = await handler(request)
-        answer.set_cookie(COOKIE, session, path="/", httponly=True, samesite="Lax")
-        return answer
-
-    return with_cookie
-
-
 @web.middleware
-async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as a status and one line. What an environment raises is a 500: their agents then fail the rollout."""
+async def _plain_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors as a status and one line. An exception of an environment is a 500: their agents then fail the rollout."""
     try:
         refuse_web_pages(request.host, request.headers.get("Origin"))
         return await handler(request)
     except Problem as problem:
         return web.Response(status=problem.status, text=str(problem))
     except web.HTTPException as error:
-        return web.Response(status=error.status, text=error.text, headers=_retry_after(error))
-    except EnvgymError as error:
-        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=_status(error))
+        headers = {name: value for name, value in error.headers.items() if name in ("Retry-After", "Allow")}
+        return web.Response(status=error.status, text=error.text, headers=headers)
     except Exception as error:  # an environment may raise anything at all
-        logger.error("%s failed", request.path, exc_info=error)
-        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=500)
-
-
-def _status(error: EnvgymError) -> int:
-    return 422 if isinstance(error, UnknownRow) else 500
-
-
-def _retry_after(error: web.HTTPException) -> dict[str, str]:
-    return {name: value for name, value in error.headers.items() if name in ("Retry-After", "Allow")}
+        if not isinstance(error, EnvgymError):
+            logger.error("%s failed", request.path, exc_info=error)
+        status = 422 if isinstance(error, UnknownRow) else 500
+        return web.json_response({"error": type(error).__name__, "detail": str(error)}, status=status)

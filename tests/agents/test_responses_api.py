@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from envgym import responses
+from envgym.agents.external import responses_api as responses
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 WEATHER = ToolSpec("get_weather", "Tell the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})

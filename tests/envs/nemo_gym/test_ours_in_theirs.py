@@ -15,7 +15,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from envgym.responses import messages_of, output_items, response, usage, with_tokens
+from envgym.agents.external.responses_api import messages_of, output_items, response, usage, with_tokens
 from envgym.types import Message, ToolCall
 
 GAMES = Path(__file__).with_name("game.py")

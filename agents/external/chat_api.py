@@ -1,0 +1,183 @@
+"""OpenAI chat completions on the wire: a request, and its answer whole or in chunks.
+
+Source: the public API reference of chat completions; `return_token_ids` and its fields are vLLM's extension. So is
+`return_tokens_as_token_ids`, by which NeMo-Gym's model server asks: it takes the tokens from the message where they are
+there, and else asks vLLM to tokenize the messages again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from envgym.engines.base import Generation
+from envgym.types import Message, StopReason, ToolSpec, as_messages
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""The token fields of a message or an output item: all three are there, or none."""
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "stop": (None, [], ""),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "n": (None, 1),
+    "logit_bias": (None, {}),
+}
+"""Settings that would change what the policy says, and the values of each that do not."""
+EXHAUSTED = {
+    "context": "the model's context length is used up",
+    "tokens": "the episode's max_tokens are used up",
+    "template": "the chat template takes no further turn after what the policy said, whatever the context length",
+}
+"""Reasons why nothing more can be sampled. Programs look for the words `context length` and `max_tokens` in them."""
+
+
+def refusal(status: int, message: str, code: str = "invalid_request") -> web.HTTPException:
+    """The response to a request that is refused, to be raised, in the form of the API's errors."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    response = web.HTTPUnauthorized if status == 401 else web.HTTPBadRequest
+    return response(text=json.dumps({"error": error}), content_type="application/json")
+
+
+def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `refusal` for a body that is no object, and for a setting with another value than the harmless ones."""
+    if not isinstance(body, Mapping):
+        raise refusal(400, "the body is a JSON object")
+    for name, values in harmless.items():
+        if body.get(name) not in values:
+            raise refusal(400, f"{name!r} cannot be {json.dumps(body[name])[:60]}: leave it out")
+
+
+def checked_limit(limit: Any, name: str) -> int | None:
+    """The most tokens of an answer, as the setting `name` gives them. Raises a `refusal`."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
+    return None if limit is None else int(limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for a chat completion. Temperature and top-p are the run's, whatever it says of them."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    max_tokens: int | None
+    body: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, body: Any) -> Request:
+        """Raises a `refusal` for what is malformed or cannot be done."""
+        check_settings(body, REFUSED)
+        try:
+            messages = tuple(
+                replace(message, role="system") if message.role == "developer" else message
+                for message in as_messages(_with_reasoning(body["messages"]))
+            )
+            tools = tuple(_tool(tool) for tool in body.get("tools") or ())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
+        if not messages or isinstance(body["messages"], str):
+            raise refusal(400, "messages is a list of at least one message")
+        limit = checked_limit(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens")
+        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+
+    def answer(
+        self, message: Message, generation: Generation, context: list[int]
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """The completion, or its chunks where a stream is asked for."""
+        completion = Completion(self.body, message, generation, context)
+        return completion.chunks() if self.body.get("stream") else completion.whole()
+
+    def out_of_budget(self, reason: str) -> NoReturn:
+        """Raise the `refusal` of a request after which no token may be sampled any more."""
+        raise refusal(400, EXHAUSTED[reason], "context_length_exceeded")
+
+
+def _with_reasoning(messages: Any) -> Any:
+    """The messages with the policy's reasoning where it stood: programs may take what is between the tags out of the
+    text, and send it back beside it, as NeMo-Gym's vllm_model does."""
+    return [_with_own_reasoning(message) for message in messages] if isinstance(messages, list) else messages
+
+
+def _with_own_reasoning(message: Any) -> Any:
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    reasoning, content = message.get("reasoning_content") or message.get("reasoning"), message.get("content") or ""
+    if not (reasoning and isinstance(reasoning, str) and isinstance(content, str)):
+        return message
+    return {**message, "content": f"<think>{reasoning}</think>{content}"}
+
+
+def _tool(tool: Mapping[str, Any]) -> ToolSpec:
+    function = tool["function"]
+    return ToolSpec(str(function["name"]), str(function.get("description", "")), function.get("parameters") or {})
+
+
+class Completion:
+    """An answer to a request's `body`: the message, what was sampled and after which tokens."""
+
+    def __init__(self, body: Mapping[str, Any], message: Message, generation: Generation, context: list[int]) -> None:
+        self._body, self._message, self._generation, self._context = body, message, generation, context
+        self._calls = message.as_dict().get("tool_calls", [])
+        for call in self._calls:  # the API has the arguments as text
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        self._finish_reason = "tool_calls" if message.tool_calls else "stop"
+        if generation.stop_reason is StopReason.LENGTH:
+            self._finish_reason = "length"
+        prompt, completion = len(context), len(generation.token_ids)
+        self._usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        self._envelope = {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "created": int(time.time()),
+            "model": str(body.get("model", "policy")),
+        }
+
+    def whole(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._message.text, "refusal": None}
+        if self._calls:
+            message |= {"content": self._message.text or None, "tool_calls": self._calls}
+        if self._body.get("return_tokens_as_token_ids"):
+            values = (self._context, list(self._generation.token_ids), list(self._generation.logprobs))
+            message |= zip(TOKEN_FIELDS, values, strict=True)
+        choice = {"index": 0, **self._tokens(), "message": message, "finish_reason": self._finish_reason}
+        answer = {**self._envelope, "object": "chat.completion", "choices": [choice], "usage": self._usage}
+        return answer | ({"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {})
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """The same as a stream. The policy's turn is sampled whole, so its text is one chunk."""
+        opening = {"prompt_token_ids": self._context} if self._body.get("return_token_ids") else {}
+        yield self._chunk({"role": "assistant", "content": ""}) | opening
+        if self._message.text:
+            yield self._chunk({"content": self._message.text}, **self._tokens())
+        for index, call in enumerate(self._calls):
+            yield self._chunk({"tool_calls": [{"index": index, **call}]})
+        yield self._chunk({}, finish_reason=self._finish_reason)
+        options = self._body.get("stream_options")
+        if isinstance(options, Mapping) and options.get("include_usage"):
+            yield self._chunk({}) | {"choices": [], "usage": self._usage}
+
+    def _chunk(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **more}
+        return {**self._envelope, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _tokens(self) -> dict[str, Any]:
+        """Log-probabilities and token ids, where they are asked for."""
+        tokens: dict[str, Any] = {}
+        if self._body.get("logprobs"):
+            pairs = zip(self._generation.token_ids, self._generation.logprobs, strict=True)
+            content: list[dict[str, Any]] = [
+                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
+            ]
+            tokens["logprobs"] = {"content": content, "refusal": None}
+        if self._body.get("return_token_ids"):
+            tokens["token_ids"] = list(self._generation.token_ids)
+        return tokens

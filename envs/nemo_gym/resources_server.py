@@ -1,0 +1,199 @@
+"""An environment as a resources server: sessions with tools and a verdict, and the Gymnasium flavour."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from aiohttp import web
+
+from envgym.agents.external.responses_api import Item
+from envgym.env import EnvSpec
+from envgym.errors import InvalidStep
+from envgym.types import Action, Observation, ToolCall
+
+from .served_tasks import ServedEpisode, action_of, place_of, pose
+
+COOKIE = "envgym_session"
+IDLE_SECONDS = 3600.0
+"""After so long without a request a session is closed. There are none while the policy thinks: their agents send no
+heartbeat."""
+SWEEP_SECONDS = 30.0
+SESSION_ID: ContextVar[str] = ContextVar("SESSION_ID")
+"""The session of the request that is being answered."""
+
+
+class ResourcesServer:
+    """The routes of one environment. A session is an episode, known by a cookie: it begins with `/seed_session` or
+    `/reset`, and ends with `/verify`, or with the environment."""
+
+    def __init__(self, name: str, spec: EnvSpec, max_sessions: int) -> None:
+        self._name = name
+        self._spec = spec
+        self._max_sessions = max_sessions
+        self._sessions: dict[str, ServedEpisode] = {}
+        self._opening = 0
+
+    def add_to(self, app: web.Application) -> None:
+        app.cleanup_ctx.append(self._closing_sessions)
+        app.router.add_post("/seed_session", self._seed_session)
+        app.router.add_post("/verify", self._verify)
+        app.router.add_post("/reset", self._reset)
+        app.router.add_post("/step", self._step)
+        app.router.add_post("/{tool}", self._tool)  # last, so that the others are found first
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    async def _open(self, request: web.Request) -> None:
+        row = await body_of(request)
+        place = place_of(row, self._name)
+        if len(self._sessions) + self._opening >= self._max_sessions:
+            raise web.HTTPTooManyRequests(text="as many sessions as this server may have", headers={"Retry-After": "5"})
+        self._opening += 1  # posing may take its time
+        try:
+            episode, _ = await pose(self._spec, place, row)
+        finally:
+            self._opening -= 1
+        before, self._sessions[SESSION_ID.get()] = self._sessions.get(SESSION_ID.get()), episode
+        if before is not None:
+            await before.close()
+
+    def _session(self) -> ServedEpisode:
+        episode = self._sessions.get(SESSION_ID.get())
+        if episode is None:
+            raise web.HTTPConflict(text=f"no session: /seed_session begins one, and its cookie {COOKIE} names it")
+        episode.last_used = time.monotonic()
+        return episode
+
+    async def _close(self, id: str) -> None:
+        if (episode := self._sessions.pop(id, None)) is not None:
+            await episode.close()
+
+    async def _closing_sessions(self, _: web.Application) -> AsyncIterator[None]:
+        """While the server runs, sessions that nobody uses are closed; at its end all are."""
+
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                oldest = time.monotonic() - IDLE_SECONDS
+                idle = [id for id, one in self._sessions.items() if one.last_used < oldest and not one.lock.locked()]
+                for id in idle:
+                    await self._close(id)
+
+        sweeping = asyncio.create_task(sweep())
+        yield
+        sweeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweeping
+        for id in list(self._sessions):
+            await self._close(id)
+
+    # -- with tools and a verdict ---------------------------------------------------------------------------
+
+    async def _seed_session(self, request: web.Request) -> web.Response:
+        await self._open(request)
+        return web.json_response({})
+
+    async def _tool(self, request: web.Request) -> web.Response:
+        """A tool's result, as the text that their agents hand to the policy as it stands."""
+        episode, name = self._session(), request.match_info["tool"]
+        arguments = await body_of(request)
+        async with episode.lock:
+            if episode.ended:
+                raise web.HTTPConflict(text="The episode has ended.")
+            call = ToolCall(f"call_{episode.calls}", name, arguments)
+            episode.calls += 1
+            observation, _ = await episode.step(Action("", (), (call,), content=""))
+        return web.Response(text=_text(observation))
+
+    async def _verify(self, request: web.Request) -> web.Response:
+        """The verdict on a whole `Response`. The rewards of its calls are known; its last words are the last action."""
+        episode, row = self._session(), await body_of(request)
+        action = _action(row)
+        async with episode.lock:
+            try:
+                if action is not None and not episode.ended:
+                    await episode.step(action)
+                return web.json_response({**row, **episode.result(row)})
+            finally:
+                await self._close(SESSION_ID.get())
+
+    # -- the Gymnasium flavour ------------------------------------------------------------------------------
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        await self._open(request)
+        return web.json_response({"observation": None, "info": {}})  # the row's input has it
+
+    async def _step(self, request: web.Request) -> web.Response:
+        episode, row = self._session(), await body_of(request)
+        action = _action(row)
+        async with episode.lock:
+            if episode.ended:
+                raise web.HTTPConflict(text="The episode has ended.")
+            try:
+                return web.json_response(await _stepped(episode, action))
+            finally:
+                if episode.ended or episode.failure is not None:  # their agent comes no more
+                    await self._close(SESSION_ID.get())
+
+
+def _action(row: Mapping[str, Any]) -> Action | None:
+    """The policy's turn in a body. Raises a 422 for what is no `Response`."""
+    try:
+        return action_of(row.get("response"))
+    except InvalidStep as error:
+        raise web.HTTPUnprocessableEntity(text=str(error)) from None
+
+
+async def _stepped(episode: ServedEpisode, action: Action | None) -> Item:
+    """The answer to `/step`. Without an action the policy may say no more, and the episode is truncated."""
+    observation, reward = Observation(), None
+    if action is None:
+        episode.truncated = True
+    else:
+        observation, reward = await episode.step(action)
+    results = [message for message in observation.messages if message.role == "tool"]
+    others = [message for message in observation.messages if message.role != "tool"]
+    info: dict[str, Any] = {"tool_outputs": [{"call_id": m.tool_call_id, "output": m.text} for m in results]}
+    if episode.ended:
+        info |= {name: value for name, value in episode.result({}).items() if name not in ("reward", "terminated")}
+    return {
+        "observation": observation.text or "\n\n".join(message.text for message in others) or None,
+        "reward": reward or 0.0,
+        "info": info,
+        "terminated": episode.terminated,
+        "truncated": episode.truncated and not episode.terminated,
+    }
+
+
+def _text(observation: Observation) -> str:
+    if observation.text is not None:
+        return observation.text
+    return "\n\n".join(message.text for message in observation.messages)
+
+
+async def body_of(request: web.Request) -> Mapping[str, Any]:
+    """A request's body. Raises a 400 unless it is a JSON object."""
+    try:
+        body = await request.json()
+    except (ValueError, LookupError, RecursionError):  # no JSON, no such encoding, brackets 10,000 deep
+        body = None
+    if not isinstance(body, Mapping):
+        raise web.HTTPBadRequest(text="the body is a JSON object")
+    return body
+
+
+@web.middleware
+async def with_cookie(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Name the session in every response: their agents keep the cookies of the latest one alone."""
+    SESSION_ID.set(session_id := request.cookies.get(COOKIE) or secrets.token_urlsafe(24))
+    answer = await handler(request)
+    answer.set_cookie(COOKIE, session_id, path="/", httponly=True, samesite="Lax")
+    return answer

@@ -1,0 +1,241 @@
+"""Our tasks as NeMo-Gym's servers give them: as JSONL rows, and as episodes that are played by `Response` objects.
+
+NeMo-Gym's agents ask the model with a row's `input` and know no first observation. So a row is written by posing the
+task: it holds the first observation and the tools. A task is posed again by its place and its seed; its answer does not
+travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from envgym.agents.external.responses_api import Item, MalformedItem, call_of, input_items, messages_of, tool_items
+from envgym.agents.token_level import observed_messages
+from envgym.env import CheckedEnv, EnvSpec
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, InvalidStep
+from envgym.hashing import derived_seed
+from envgym.types import Action, Observation, StopReason, Task, ToolCall
+
+from .protocol import PARAMS
+
+PLACE = "envgym"
+"""The field of a row that identifies its task."""
+ROUTES = {"seed_session", "verify", "reset", "step", "aggregate_metrics", "run", "v1", "mcp"}
+"""Names that no tool can have: their agents call a tool at the path of its name."""
+SPLITS = {"train": "train", "test": "validation"}
+"""Our splits, and NeMo-Gym's words for them."""
+
+
+# -- episodes ---------------------------------------------------------------------------------------------
+
+
+class ServedEpisode:
+    """An instance in play. Rewards add up, as in an episode of ours; the last score and value of each metric stand.
+
+    An exception of the environment ends the episode without a reward: every later `step`, and `result`, raises it
+    again. Calls of tools may come side by side: `lock` lets one at a time step.
+    """
+
+    def __init__(self, env: CheckedEnv, task: Task) -> None:
+        self.task = task
+        self.terminated = False
+        self.truncated = False
+        self.failure: Exception | None = None
+        self.lock = asyncio.Lock()
+        self.calls = 0
+        self.last_used = time.monotonic()
+        self._env = env
+        self._rewards: list[float] = []
+        self._score: float | None = None
+        self._metrics: dict[str, float] = {}
+
+    async def reset(self, seed: int) -> Observation:
+        observation, _ = await self._env.reset(seed=seed, options={"task": self.task})
+        return observation
+
+    async def step(self, action: Action) -> tuple[Observation, float | None]:
+        """The environment's observation after an action, and its reward."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            observation, reward, self.terminated, self.truncated, info = await self._env.step(action)
+        except Exception as error:  # an environment may raise anything at all
+            self.failure = error
+            raise
+        if reward is not None:
+            self._rewards.append(reward)
+        self._metrics |= info.get("metrics") or {}
+        self._score = info.get("score", self._score)
+        return observation, reward
+
+    @property
+    def ended(self) -> bool:
+        return self.terminated or self.truncated
+
+    def result(self, row: Mapping[str, Any]) -> Item:
+        """Reward, score, metrics and ending, beside `row`'s own fields.
+
+        Raises the exception that ended the episode, and `InvalidOutcome` where the environment gave no reward: that is
+        not a reward of zero, and NeMo-Gym has no word for it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if not self._rewards:
+            raise InvalidOutcome("unjudged", "the environment has given no reward: there is no reward to report")
+        score = {} if self._score is None else {"score": self._score}
+        more = {**self._metrics, **score, "terminated": self.terminated, "truncated": not self.terminated}
+        return {name: value for name, value in more.items() if name not in row} | {"reward": sum(self._rewards)}
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):  # the episode is over: this changes nothing
+            await self._env.close()
+
+
+def action_of(response: Any) -> Action | None:
+    """The policy's turn: the items of a `Response` after the last result of a tool. None where there are none, as where
+    the policy had no token left. Raises `InvalidStep` for what is no `Response`."""
+    output = response.get("output") if isinstance(response, Mapping) else None
+    if isinstance(output, str) or not isinstance(output, Sequence):
+        raise InvalidStep("a response is an object with a list `output`")
+    items = [item for item in output if isinstance(item, Mapping)]
+    starts = [index + 1 for index, item in enumerate(items) if not _is_policys(item)]
+    items = items[max(starts, default=0) :]
+    try:
+        text = "".join(message.text for message in messages_of([i for i in items if i.get("type") != "function_call"]))
+    except MalformedItem as error:
+        raise InvalidStep(str(error)) from None
+    calls = tuple(_call(item) for item in items if item.get("type") == "function_call")
+    sampled = [item.get("generation_token_ids") for item in items]
+    tokens = tuple(token for token_ids in sampled if isinstance(token_ids, list) for token in token_ids)
+    cut = bool(response.get("incomplete_details"))
+    if not items or (cut and not (text or calls or tokens)):
+        return None
+    return Action(text, tokens, calls, StopReason.LENGTH if cut else StopReason.STOP, text if calls else None)
+
+
+def _is_policys(item: Mapping[str, Any]) -> bool:
+    kind = item.get("type", "message")
+    return kind in ("function_call", "reasoning") or (kind == "message" and item.get("role") == "assistant")
+
+
+def _call(item: Mapping[str, Any]) -> ToolCall:
+    try:
+        return call_of(item)
+    except MalformedItem as error:  # the environment tells the policy so
+        return ToolCall(str(item.get("call_id") or ""), str(item.get("name") or ""), error=str(error))
+
+
+# -- rows -------------------------------------------------------------------------------------------------
+
+
+class Place(BaseModel):
+    """The task of a row: the environment's name, its split, the index there, and the seed it is posed with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    env: str
+    split: str = Field(pattern="^(train|test)$")
+    index: int = Field(ge=0)
+    seed: int
+
+
+class UnknownRow(InvalidStep):
+    """A row that this server did not write, or that no longer agrees with the environment."""
+
+
+def place_of(row: Mapping[str, Any], env: str) -> Place:
+    """The place of a row's task. Raises `UnknownRow`."""
+    try:
+        place = Place.model_validate(row.get(PLACE))
+    except ValidationError:
+        raise UnknownRow(f"the row's {PLACE!r} does not name a task: use the rows that this server wrote") from None
+    if place.env != env:
+        raise UnknownRow(f"the row is of the environment {place.env!r}, and this server is {env!r}")
+    return place
+
+
+async def pose(spec: EnvSpec, place: Place, row: Mapping[str, Any] | None = None) -> tuple[ServedEpisode, Observation]:
+    """Pose a task. The messages of the first observation must stand in the `row`, where one is given, or the policy
+    would answer another question than it is judged by; others (a system prompt) may stand between.
+
+    Raises `UnknownRow`, and the environment's own exceptions.
+    """
+    try:
+        task = await spec.tasks(place.split).get(place.index)
+    except IndexError:
+        raise UnknownRow(f"{place.split} has no task {place.index}: write the rows anew") from None
+    episode = ServedEpisode(spec.of(task).make(), task)
+    try:
+        observation = await episode.reset(place.seed)
+        if row is not None:
+            written = iter(_messages(row))
+            if not all((message.role, message.text) in written for message in observed_messages(observation)):
+                raise UnknownRow("the environment now says something else than the row: write the rows anew")
+        if taken := [tool.name for tool in observation.tools if tool.name in ROUTES]:
+            raise InvalidStep(f"{spec.id}: NeMo-Gym cannot call a tool {taken[0]!r}: its servers use that path")
+    except BaseException:
+        await episode.close()
+        raise
+    return episode, observation
+
+
+def _messages(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    params = row.get(PARAMS)
+    try:
+        messages = messages_of(params.get("input") if isinstance(params, Mapping) else None)
+    except MalformedItem as error:
+        raise UnknownRow(f"the row's {PARAMS}: {error}") from None
+    return [(message.role, message.text) for message in messages]
+
+
+async def rows(spec: EnvSpec, name: str, split: str, count: int) -> AsyncIterator[dict[str, Any]]:
+    """The rows of a split's first `count` tasks, for the agent server `NAME_agent`. Raises `EnvgymError`, also for a
+    task that cannot be posed."""
+    tasks = spec.tasks(split)
+    for index in range(count if tasks.size is None else min(count, tasks.size)):
+        task = await tasks.get(index)
+        seed = derived_seed(name, split, index) if task.seed is None else task.seed
+        place = Place(env=name, split=split, index=index, seed=seed)
+        try:
+            episode, observation = await pose(spec, place)
+            await episode.close()
+        except EnvgymError:
+            raise
+        except Exception as error:  # an environment may raise anything at all
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidStep(f"environment {spec.id}: {split} task {index} cannot be posed: {what}") from error
+        params: dict[str, Any] = {"input": input_items(observed_messages(observation))}
+        if observation.tools:
+            params["tools"] = tool_items(observation.tools)
+        agent = {"type": "responses_api_agents", "name": f"{name}_agent"}
+        yield {PARAMS: params, PLACE: place.model_dump(), "agent_ref": agent}
+
+
+async def write_rows(spec: EnvSpec, name: str, folder: Path, count: int) -> list[tuple[str, Path]]:
+    """Write the rows of each split to a file, whole or not at all. Returns NeMo-Gym's words for the splits that have
+    tasks, and their files. Raises `EnvgymError`, also where neither has any."""
+    files: list[tuple[str, Path]] = []
+    missing: ConfigError | None = None
+    for split, word in SPLITS.items():
+        path = folder.absolute() / f"{name}_{word}.jsonl"
+        path.unlink(missing_ok=True)  # an earlier server's
+        try:
+            spec.tasks(split)
+        except ConfigError as error:  # no held-out file, say: the other split is still of use
+            missing = error
+            continue
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" async for row in rows(spec, name, split, count)]
+        if lines:
+            path.write_text("".join(lines), encoding="utf-8")
+            files.append((word, path))
+    if missing is not None and not files:
+        raise missing
+    return files

@@ -1,0 +1,253 @@
+"""The `llm_engine` of an executor, in vLLM's types: its requests are answered by the run's own engine.
+
+The executor runs in another process than the engine's client. Its requests are put in a queue, from which the
+environment takes them (`Run.next`), and come back answered (`Run.answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Generator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from envgym.errors import InvalidStep
+
+HONOURED = ("max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed")
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "min_tokens": (0, 1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ([], ()),
+    "bad_words": ([], ()),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_decoding": (),
+}
+"""Parameters that cannot be honoured, and the values (besides None) at which there is nothing to honour."""
+
+
+@dataclass
+class SamplingParams:
+    """An episode's own copy of the parameters of its next turn, as vLLM has them. The file may change or replace it."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    n: int = 1
+    min_tokens: int = 1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] | None = None
+    bad_words: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = 1
+    skip_special_tokens: bool = False
+    include_stop_str_in_output: bool = False
+
+    @classmethod
+    def of(cls, ours: Mapping[str, Any]) -> SamplingParams:
+        """The run's parameters, in an object that is the caller's own."""
+        known = {name: ours[name] for name in HONOURED if name in ours}
+        return cls(**known | {"stop_token_ids": list(ours.get("stop_token_ids", ()))})
+
+
+def overrides(params: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of `params` (an object or a mapping) to the run's parameters.
+
+    Raises `InvalidStep` for a parameter that cannot be honoured: ignoring it would be worse.
+    """
+    names = (*HONOURED, *WITHOUT_EFFECT)
+    values = params if isinstance(params, Mapping) else {name: getattr(params, name, None) for name in names}
+    for name, idle in WITHOUT_EFFECT.items():
+        value = values.get(name)
+        if value is not None and value not in idle:
+            raise InvalidStep(
+                f"the agent set the sampling parameter {name}={value!r:.60}, which has no effect here: "
+                f"there are {', '.join(HONOURED)}"
+            )
+    changed: dict[str, Any] = {}
+    for name in HONOURED:
+        value = values.get(name)
+        if value is None:
+            continue
+        if name == "top_k":
+            value = max(0, value)  # vLLM's -1 is all of them, too
+        elif name == "stop_token_ids":
+            value = tuple(dict.fromkeys((*ours.get(name, ()), *value)))  # the end of a turn still ends it
+        if value != ours.get(name):
+            changed[name] = value
+    return changed
+
+
+# -- the engine -------------------------------------------------------------------------------------------
+
+current: ContextVar[Run | None] = ContextVar("current", default=None)
+"""The episode that is being executed. Executors share one engine object, as they do in OpenRLHF."""
+runs: WeakValueDictionary[str, Run] = WeakValueDictionary()
+"""The episodes that are being executed in this process, by their id."""
+
+
+class OutOfRoom(ValueError):
+    """The context, or what the episode may sample, is used up."""
+
+
+class Run:
+    """One execution: its requests to the engine, and its result. `sampling` are the run's parameters."""
+
+    def __init__(self, tokenizer: Any, sampling: Mapping[str, Any]) -> None:
+        self.id = uuid.uuid4().hex
+        self.refused: Exception | None = None
+        """The error of a request that failed, however the file came to know of it."""
+        self.queued_results: list[Any] = []
+        """Results that the older interface put in its queue."""
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[str, Any] | Exception] = asyncio.Queue()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Mapping[str, Any] | None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def start(self, executing: Any) -> None:
+        """Run the coroutine `executing`; its result, or its exception, is the last event."""
+
+        async def execute() -> None:
+            current.set(self)
+            runs[self.id] = self
+            try:
+                result = await executing
+                if result is None and self.queued_results:
+                    result = self.queued_results[0]
+                self._events.put_nowait(("result", result))
+            except Exception as error:
+                self._events.put_nowait(self._with_cause(error))
+            finally:
+                self._is_over = True
+
+        self._task = asyncio.create_task(execute())
+
+    async def next(self) -> tuple[str, Any]:
+        """The next event: `generate` with (number, token ids, overrides), or `result`. Raises the exception of
+        `execute`."""
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def answer(self, number: int, generation: Mapping[str, Any] | None) -> None:
+        """Answer a request: token ids, log-probabilities and finish reason; None where there is no room for more."""
+        self._waiting.pop(number).set_result(generation)
+
+    def _with_cause(self, error: Exception) -> Exception:
+        """The exception of `execute`, with its cause: a server of the file's own answers no more than "500"."""
+        if self.refused is None or self.refused is error:
+            return error
+        cause = f"{type(self.refused).__name__}: {self.refused}"
+        return InvalidStep(f"llm_engine.generate raised {cause}; execute then raised {type(error).__name__}: {error}")
+
+    async def generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
+        """Sample, from whichever thread and event loop."""
+        if self._is_over:
+            raise RuntimeError("the episode that asks is over")
+        try:
+            generating = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params), self._loop)
+            return await asyncio.wrap_future(generating)
+        except OutOfRoom:
+            raise
+        except Exception as error:
+            self.refused = error
+            raise
+
+    async def _generate(self, token_ids: list[int], params: Any) -> SimpleNamespace:
+        """vLLM's `RequestOutput`."""
+        changed = overrides(params, self._sampling)
+        number = next(self._numbers)
+        self._waiting[number] = self._loop.create_future()
+        self._events.put_nowait(("generate", (number, token_ids, changed)))
+        generation = await self._waiting[number]
+        if generation is None:
+            raise OutOfRoom("the context, or what the episode may sample, is used up")
+        ids = list(generation["token_ids"])
+        logprobs = [
+            {id: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)}
+            for id, logprob in zip(ids, generation["logprobs"], strict=True)
+        ]
+        output = SimpleNamespace(
+            index=0,
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason=generation["finish_reason"],
+            stop_reason=None,
+        )
+        return SimpleNamespace(
+            request_id=str(number), prompt=None, prompt_token_ids=list(token_ids), outputs=[output], finished=True
+        )
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def running() -> Run:
+    """The episode of the current context. Raises `RuntimeError` where there is none, as the cause in every episode
+    here."""
+    run = current.get()
+    if run is None:
+        error = RuntimeError(
+            "called where its episode is not known: from a thread, or a server of its own, to which no context is "
+            "carried (asyncio.to_thread and HTTP by httpx, aiohttp, requests or urllib carry it)"
+        )
+        for other in list(runs.values()):
+            other.refused = error
+        raise error
+    return run
+
+
+class EngineProxy:
+    """`generate(prompt_token_ids, sampling_params)`, to be awaited (the current interface) or iterated (vLLM's own)."""
+
+    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> _Generating:
+        token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+        if isinstance(token_ids, str):
+            raise TypeError("llm_engine.generate takes token ids, not text: tokens in, tokens out")
+        plain = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        return _Generating(running(), [int(id) for id in plain], sampling_params)
+
+
+class _Generating:
+    def __init__(self, run: Run, token_ids: list[int], params: Any) -> None:
+        self._run, self._token_ids, self._params = run, token_ids, params
+
+    def __await__(self) -> Generator[Any, None, SimpleNamespace]:
+        return self._run.generate(self._token_ids, self._params).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[SimpleNamespace]:
+        yield await self
+
+
+class QueueProxy:
+    """The `result_queue` of the older interface: what is put there is the result of the episode that puts it."""
+
+    async def put(self, result: Any) -> None:
+        running().queued_results.append(result)
+
+    def put_nowait(self, result: Any) -> None:
+        running().queued_results.append(result)
