@@ -6,8 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 from envgym.types import Task
 
@@ -31,7 +30,7 @@ async def check(subject: Subject) -> list[Finding]:
     resets: list[float] = []
     steps: list[float] = []
     held: dict[str, float] = {}
-    async with _heartbeat() as heart:
+    async with _Heart() as heart:
         for number, task in enumerate(await subject.tasks(3)):
             for script in subject.scripts(task).values():
                 if clock.is_up and resets:
@@ -78,16 +77,15 @@ def _duration(seconds: float) -> str:
 
 
 class _Heart:
-    """Beats on the event loop; the longest pause is how long somebody kept the loop."""
+    """Beats on the event loop while it is open; the longest pause is how long somebody kept the loop."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._longest = 0.0
+    async def __aenter__(self) -> Self:
+        self._last, self._longest = time.monotonic(), 0.0
+        self._beating = asyncio.create_task(self._beat())
+        return self
 
-    async def beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            self._note()
+    async def __aexit__(self, *error: object) -> None:
+        self._beating.cancel()
 
     async def longest_pause(self, call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
         """The result of `call`, and the longest time without a beat until it came, in seconds."""
@@ -98,24 +96,18 @@ class _Heart:
         self._note()
         return result, max(0.0, self._longest - BEAT_SECONDS)
 
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._note()
+
     def _note(self) -> None:
         now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-
-
-@asynccontextmanager
-async def _heartbeat() -> Any:
-    heart = _Heart()
-    beating = asyncio.create_task(heart.beat())
-    try:
-        yield heart
-    finally:
-        beating.cancel()
+        self._last, self._longest = now, max(self._longest, now - self._last)
 
 
 async def _timed(subject: Subject, task: Task, seed: int, script: Script, heart: _Heart) -> tuple[Played, list[float]]:
-    """Play an episode; also how long each call of it held the loop."""
+    """Play an episode; also the time for which each call of it held the loop."""
     player = subject.player(task, seed, script)
     goes_on, hold = await heart.longest_pause(player.begin)
     holds = [hold]

@@ -43,13 +43,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
-    from envgym.evaluation.table import text_table
     from envgym.monitoring.report import aligned
 
     header = ["environment", "difference", "p", "better", "worse", "equal", "detectable"]
     rows = [[name, *_cells(env.paired.as_dict())] for name, env in comparison.envs.items()]
-    lines = text_table([header, *rows])
-    lines += ["", *(f"{name}: {text}" for name, env in comparison.envs.items() for text in _flipped(env.flips))]
+    table = aligned([header, *rows], right=True)
+    flipped = [f"{name}: {text}" for name, env in comparison.envs.items() for text in _flipped(env.flips)]
     summary = [("A", comparison.a), ("B", comparison.b)]
     if (suite := comparison.suite) is None:
         summary.append(("difference", f"none of the whole: {', '.join(comparison.unpaired)} cannot be compared"))
@@ -60,7 +59,7 @@ def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
         if suite["detectable"] is not None:
             summary.append(("detectable", f"{_detectable(suite)}   found four times in five, were it there"))
     summary += [("note", note) for note in comparison.notes]
-    return "\n".join([*lines, *([""] if lines[-1] else []), aligned([*summary, *gate])])
+    return "\n\n".join(filter(None, [table, "\n".join(flipped), aligned([*summary, *gate])]))
 
 
 def _cells(paired: dict[str, Any]) -> list[str]:

@@ -26,11 +26,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _list_recipes() -> int:
     from envgym.config.recipes import FOLDER, recipe_names
+    from envgym.monitoring.report import aligned
 
-    names = recipe_names()
-    width = max(map(len, names), default=0)
-    for name in names:
-        # A recipe's first comment line says what it is; a YAML parser drops it.
-        first = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-        print(f"{name:<{width}}  {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
+    # A recipe's first comment line describes it; a YAML parser drops it.
+    first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in recipe_names()}
+    print(aligned([(name, line[1:].strip() if line.startswith("#") else "") for name, line in first.items()]))
     return 0

@@ -24,10 +24,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         print(f"no runs in {folder}")
         return 0
     runs.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
-    table = [("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    from envgym.monitoring.report import aligned
+
+    print(aligned([("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *map(_row, runs)]))
     return 0
 
 

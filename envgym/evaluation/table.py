@@ -16,17 +16,7 @@ AT_K = ("pass@k", "pass^k", "majority@k")
 def evaluation_text(result: Mapping[str, Any], folder: Path) -> str:
     """The table and the lines under it, from `result.json`."""
     envs = result["envs"]
-    return "\n".join([*text_table(_rows(envs)), "", aligned(_lines(result, folder))])
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return f"{aligned(_rows(envs), right=True)}\n\n{aligned(_lines(result, folder))}"
 
 
 def _rows(envs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from envgym.errors import missing_package
-from envgym.training.run_folder import RunFolder
 
 PICTURE = "curve.png"
 WINDOW_SHARE = 0.1
@@ -92,18 +91,20 @@ def _members(evaluation: Evaluation) -> list[Line]:
     return [(f"  {name}", f"{score(of)}   {tasks_behind(of)} tasks") for name, of in evaluation.get("envs", {}).items()]
 
 
-def aligned(lines: Sequence[Line]) -> str:
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> str:
+    """The rows as lines of aligned columns: all to the left, or all but the first to the `right`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<", *(">" if right else "<" for _ in widths[1:])]
+    columns = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
+    return "\n".join("  ".join(columns).format(*row).rstrip() for row in rows)
 
 
-def plot(folder: Path) -> Path | None:
-    """Draw `curve.png` of one stage's folder from its `metrics.jsonl`; None where no step was taken.
+def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Draw `curve.png` of one stage in its folder from the `records` of its metrics; None where no step was taken.
 
     The reward of each step (and averaged over neighbours), the held-out score with its 95% interval wherever it was
     measured, and the score before the first step as a dashed line. A supervised stage has its loss drawn instead.
     """
-    records = RunFolder(folder).read_metrics()
     key = "reward/mean" if any("reward/mean" in record for record in records) else "loss"
     curve = [(record["step"], record[key]) for record in records if key in record]
     if not curve:

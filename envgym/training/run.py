@@ -252,7 +252,7 @@ async def _run_stage(
                 trackers.close(status)
                 summary["trackers"] = trackers.summary()
                 folder.write_summary(summary)
-    plot(folder.path)
+    plot(folder.path, folder.read_metrics())
     return summary
 
 

@@ -1,12 +1,12 @@
 """What a run comes to: the words at its end and the picture."""
 
-import json
 import math
 import struct
 
 import pytest
 
-from envgym.monitoring.report import centred_mean, duration, plot, score, summary_lines
+from envgym.monitoring.report import aligned, centred_mean, duration, plot, score, summary_lines
+from envgym.training.run_folder import RunFolder
 
 BEFORE = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512}
 AFTER = {"score": 0.951, "ci95": [0.93, 0.97], "n_tasks": 512}
@@ -37,8 +37,7 @@ def drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
 
     def draw(records):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        path = plot(tmp_path)
+        path = plot(tmp_path, records)
         return (path, figures[-1].axes[0]) if path else (None, None)
 
     return draw
@@ -49,6 +48,12 @@ def lines_of(axes):
 
 
 # -- words ------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_aligned():
+    rows = [("name", "score"), ("a", "0.5"), ("longer", "")]
+    assert aligned(rows) == "name    score\na       0.5\nlonger"
+    assert aligned(rows, right=True) == "name    score\na         0.5\nlonger"
 
 
 def test_a_run_ends_with_what_it_came_to(summary):
@@ -154,12 +159,12 @@ def test_a_supervised_stage_draws_its_loss(drawn):
 
 def test_a_run_without_a_step_has_no_picture(drawn, tmp_path):
     assert drawn([{"step": 0, "eval/score": 0.4, "eval/ci95": [0.35, 0.45]}]) == (None, None)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_last_line_cut_short_by_a_kill_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
-    assert plot(tmp_path) == tmp_path / "curve.png"
+    assert plot(tmp_path, RunFolder(tmp_path).read_metrics()) == tmp_path / "curve.png"
 
 
 def test_the_averaged_curve_follows_a_line_without_lag():
