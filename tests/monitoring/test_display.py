@@ -177,10 +177,10 @@ def test_no_terminal_means_lines():
 
 @pytest.fixture
 def live():
-    """A live display that is not started, and a function that draws it now."""
+    """A live display that is not started, a function that draws it now, and one that gives what it has printed."""
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None, highlight=False)
     display = LiveDisplay(console)
-    yield display, lambda: drawn(display)
+    yield display, lambda: drawn(display), console.file.getvalue
     display.close()
 
 
@@ -191,7 +191,7 @@ def drawn(display):
 
 
 def test_the_table_shows_the_state_of_the_run(live):
-    display, draw = live
+    display, draw, _ = live
     display.phase("starting the engine")
     assert "starting the engine" in draw()
     display.evaluation(0, EVALUATION)
@@ -209,15 +209,15 @@ def test_the_table_shows_the_state_of_the_run(live):
 
 
 def test_an_alarm_stays_above_the_table(live):
-    display, draw = live
+    display, draw, printed = live
     display.phase("training")
     display.alarm(12, "[most] of the episodes run into a limit")
-    assert "alarm at step 12: [most] of the episodes run into a limit" in display._console.file.getvalue()
+    assert "alarm at step 12: [most] of the episodes run into a limit" in printed()
     assert "alarm" not in draw()
 
 
 def test_held_out_score_is_shown_beside_where_it_came_from(live):
-    display, draw = live
+    display, draw, _ = live
     display.evaluation(0, EVALUATION)
     display.step(0, 60, {})
     display.evaluation(20, {**EVALUATION, "score": 0.9, "ci95": [0.88, 0.92]})
@@ -226,7 +226,7 @@ def test_held_out_score_is_shown_beside_where_it_came_from(live):
 
 
 def test_a_new_stage_forgets_the_one_before(live):
-    display, draw = live
+    display, draw, _ = live
     display.evaluation(0, {"eval/loss": 5.25, "n_tasks": 64})
     for step in range(101):
         display.step(step, 100, {"loss": 5.0})
