@@ -17,7 +17,7 @@ from envgym.services import start_services
 from envgym.types import Action
 from envgym.workers.guard import descendants, stat
 
-from .play import CLOSE_SECONDS, Played, difference, play
+from .play import CLOSE_SECONDS, Played, difference
 from .report import Finding, Verdict, failed, listed, not_applicable, ok
 from .scripts import monkey
 from .subject import Subject
@@ -128,7 +128,7 @@ async def _cycle(subject: Subject) -> None:
     async with start_services(fresh, now=False):
         again = Subject(fresh, subject.name, subject.settings)
         for task in await again.tasks(2):
-            await play(fresh, task, 0, monkey(0), "cycle")
+            await again.play(task, 0, monkey(0))
 
 
 def _resources() -> dict[str, dict[Any, str]]:

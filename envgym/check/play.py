@@ -252,14 +252,6 @@ def _of_environment(error: BaseException) -> BaseException:
     return error
 
 
-async def play(
-    spec: EnvSpec, task: Task, seed: int, script: Script, name: str, *, env: CheckedEnv | None = None
-) -> Played:
-    """Play one episode with a new instance, or with `env`, and close it."""
-    player = Player(spec, task, seed, script, name)
-    return await player.rest(await player.begin(env))
-
-
 async def judged(spec: EnvSpec, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
     """Let the environment judge the episodes of a task together, where it does. Returns those it could judge."""
     verdicts = await spec.of(task).score_group(task, episodes)

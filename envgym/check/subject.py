@@ -14,7 +14,7 @@ from envgym.errors import ConfigError
 from envgym.hashing import task_hash
 from envgym.types import Message, Task
 
-from .play import Played, Player, Script, play
+from .play import Played, Player, Script
 from .report import Verdict
 from .scripts import demonstrated, monkey
 
@@ -123,4 +123,5 @@ class Subject:
         self, task: Task, seed: int, script: Script, name: str = "", env: CheckedEnv | None = None
     ) -> Played:
         """Play one episode with a new instance, or with `env`, and close it."""
-        return await play(self.spec, task, seed, script, name, env=env)
+        player = self.player(task, seed, script, name)
+        return await player.rest(await player.begin(env))

@@ -1,6 +1,6 @@
 """Environments that are broken on purpose: each fails the check for its own reason, and no other.
 
-The animals are in `tests/zoo`. The quick tests ask most of them one question, in this process; the slow ones examine
+The animals are in `zoo/`. The quick tests ask most of them one question, in this process; the slow ones examine
 each as a whole, as `envgym envs check` does.
 """
 
@@ -16,7 +16,7 @@ from envgym.errors import EnvgymError
 from envgym.registry import spec
 from envgym.services import start_services
 
-ZOO = Path(__file__).parents[1] / "zoo"
+ZOO = Path(__file__).with_name("zoo")
 CHECKS = [check for group in GROUPS for check in group]
 
 FAILING = {

@@ -17,7 +17,7 @@ import pytest
 from envgym.cli.envs.new import FOLDER, KINDS
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-ZOO = Path(__file__).parents[1] / "zoo"
+ZOO = Path(__file__).parents[1] / "check" / "zoo"
 
 GUESS = """
 import envgym
