@@ -175,11 +175,12 @@ class Player:
             return False
         played.failed_in, start = "step", time.monotonic()
         try:
-            answer = await self._call(self._env.step(action))
+            observation, reward, terminated, truncated, info = await self._call(self._env.step(action))
         except BaseException as error:
             played.error = _of_environment(error)
             return False
-        played.turns.append(Turn(action, *answer, seconds=time.monotonic() - start))
+        seconds = time.monotonic() - start
+        played.turns.append(Turn(action, observation, reward, terminated, truncated, info, seconds))
         return not played.ended
 
     async def end(self) -> Played:
