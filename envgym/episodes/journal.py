@@ -12,12 +12,12 @@ from envgym.types import Episode
 
 from .record import from_record, to_record
 
-Place = tuple[str, int]
+EpisodeKey = tuple[str, int]
 """An episode's group and its member in it."""
 
 
 class Journal:
-    """A file of episodes. The first line of a place is the episode as it was played, a later one the same episode
+    """A file of episodes. The first line of a key is the episode as it was played, a later one the same episode
     after its group was judged together.
 
     Raises `DataError` for a file that cannot be read or written, or holds something else.
@@ -26,28 +26,28 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def played(self) -> dict[Place, Episode]:
+    def played(self) -> dict[EpisodeKey, Episode]:
         """The episodes as they were played, in the order in which they ended."""
-        found: dict[Place, Episode] = {}
+        found: dict[EpisodeKey, Episode] = {}
         for episode in self._read():
             found.setdefault((episode.group, episode.member), episode)
         return found
 
-    def judged(self) -> dict[Place, Episode]:
+    def judged(self) -> dict[EpisodeKey, Episode]:
         """The episodes as they were judged last, in the same order."""
         return {(episode.group, episode.member): episode for episode in self._read()}
 
     def episodes(self) -> list[Episode]:
-        """The same of a file that may have been joined from several, whose places have one name: an episode is the one
+        """The same of a file that may have been joined from several, whose keys may be the same: an episode is the one
         before it, judged, where both are the same conversation."""
         found: list[Episode] = []
-        last: dict[Place, int] = {}
+        last: dict[EpisodeKey, int] = {}
         for episode in self._read():
-            place = (episode.group, episode.member)
-            if place in last and _identity(found[last[place]]) == _identity(episode):
-                found[last[place]] = episode
+            key = (episode.group, episode.member)
+            if key in last and _identity(found[last[key]]) == _identity(episode):
+                found[last[key]] = episode
             else:
-                last[place] = len(found)
+                last[key] = len(found)
                 found.append(episode)
         return found
 

@@ -33,11 +33,6 @@ def read_rollouts(path: Path) -> list[Episode]:
         reason = str(error).splitlines()[0]
         raise DataError(f"{path} cannot be read as a Parquet file of episodes ({reason})") from None
     if missing := [name for name in _schema(pa).names if name not in table.column_names]:
-        if {"task", "messages", "rows"} <= set(table.column_names):
-            raise DataError(
-                f"{path} was written by an earlier version, whose episodes cannot be read back: it has no column "
-                f"{missing[0]!r}"
-            )
         raise DataError(f"{path} holds no episodes: it has no column {missing[0]!r}")
     episodes = []
     for number, columns in enumerate(table.to_pylist(), 1):

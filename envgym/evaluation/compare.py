@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -42,8 +42,7 @@ class EnvComparison:
     flips: list[Flip] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        flips = [{"task": flip.task, "a": flip.a, "b": flip.b} for flip in self.flips]
-        return {**self.paired.as_dict(), "weight": self.weight, "flips": flips}
+        return {**self.paired.as_dict(), "weight": self.weight, "flips": [asdict(flip) for flip in self.flips]}
 
 
 @dataclass(slots=True)
@@ -60,35 +59,30 @@ class Comparison:
     @property
     def suite(self) -> dict[str, Any] | None:
         """The weighted mean of the environments' differences, with the keys of `Paired.as_dict`."""
-        weighed = [env for env in self.envs.values() if env.weight]
+        weighed = {name: env for name, env in self.envs.items() if env.weight}
         if self.unpaired or not weighed:
             return None
-        if len(weighed) == 1:
-            return weighed[0].paired.as_dict()
-        means = [Mean(p.mean, p.low, p.high, p.n, p.stderr, p.n_clusters, "t") for p in (env.paired for env in weighed)]
-        mean = suite_mean(means, [env.weight for env in weighed])
-        whole = math.fsum(env.weight for env in weighed)
+        pairs = [env.paired for env in weighed.values()]
+        if len(pairs) == 1:
+            return pairs[0].as_dict()
+        means = [Mean(p.mean, p.low, p.high, p.n, p.stderr, p.n_clusters, "t") for p in pairs]
+        mean = suite_mean(means, [env.weight for env in weighed.values()])
+        whole = math.fsum(env.weight for env in weighed.values())
         totals = [
             total * env.weight / whole / env.paired.n
-            for env in weighed
+            for env in weighed.values()
             for total, _ in cluster_sums(env.paired.differences, env.clusters)
         ]
-        df, detectable = sum(of.n_clusters - 1 for of in means), None
+        df, detectable = sum(paired.n_clusters - 1 for paired in pairs), math.nan
         # Where all tasks of one environment differ alike its error is 0, which is not how sure anything is.
-        if not any(math.isnan(env.paired.detectable) for env in weighed):
+        if not any(math.isnan(paired.detectable) for paired in pairs):
             detectable = (t_quantile_975(df) + t_quantile(POWER, df)) * mean.stderr
-        summary = mean.as_dict()
-        counts = ("better", "worse", "equal", "only_a", "only_b")
-        return {
-            "difference": summary["score"],
-            "ci95": summary["ci95"],
-            "stderr": summary["stderr"],
-            "p_value": sign_flip(totals, 0),
-            "detectable": detectable,
-            "n_tasks": mean.n,
-            "n_clusters": mean.n_clusters,
-            **{name: sum(getattr(env.paired, name) for env in weighed) for name in counts},
-        }
+        differences = {(name, task): d for name, env in weighed.items() for task, d in env.paired.differences.items()}
+        only_a, only_b = sum(paired.only_a for paired in pairs), sum(paired.only_b for paired in pairs)
+        return Paired(
+            mean.score, mean.low, mean.high, mean.stderr, sign_flip(totals, 0), detectable, mean.n_clusters,
+            differences, only_a, only_b,
+        ).as_dict()  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         envs = {name: env.as_dict() for name, env in self.envs.items()}
@@ -99,7 +93,7 @@ class Comparison:
 def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
     """Pair the tasks of two evaluations. Raises `RunError` where one is not finished or they share no task."""
     results = [_result(folder) for folder in (a, b)]
-    episodes = [_by_part(folder) for folder in (a, b)]
+    episodes = [list(folder.journal.judged().values()) for folder in (a, b)]
     names, notes = _names(results)
     notes += _notes(a, b, results, names)
     envs: dict[str, EnvComparison] = {}
@@ -107,7 +101,7 @@ def compare(a: EvalFolder, b: EvalFolder) -> Comparison:
     unpaired += [n for n, env in results[1]["envs"].items() if n not in names.values() and env["weight"]]
     for name, name_b in names.items():
         of_a = results[0]["envs"][name]
-        both = [episodes[0].get(name, []), episodes[1].get(name_b, [])]
+        both = [[e for e in side if e.purpose == own] for side, own in zip(episodes, (name, name_b), strict=True)]
         scores_a, scores_b = map(_scores, both)
         clusters = _clusters([*both[0], *both[1]], of_a["cluster"])
         paired = paired_difference(scores_a, scores_b, clusters=clusters)
@@ -167,13 +161,6 @@ def _notes(a: EvalFolder, b: EvalFolder, results: Sequence[Mapping[str, Any]], n
     if one["fingerprints"]["model"] == other["fingerprints"]["model"] is not None:
         notes.append("both are of the same model")
     return notes
-
-
-def _by_part(folder: EvalFolder) -> dict[str, list[Episode]]:
-    found: dict[str, list[Episode]] = {}
-    for episode in folder.journal.judged().values():
-        found.setdefault(episode.purpose, []).append(episode)
-    return found
 
 
 def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:

@@ -46,7 +46,7 @@ class Paired:
     p_value: float
     detectable: float
     n_clusters: int
-    differences: Mapping[str, float]
+    differences: Mapping[Any, float]
     only_a: int
     only_b: int
 

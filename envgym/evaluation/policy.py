@@ -81,7 +81,7 @@ async def _run(folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, di
     folder.kept = folder.journal.played()
     if retry_failed:
         judged = folder.journal.judged()
-        folder.kept = {place: episode for place, episode in folder.kept.items() if not judged[place].failed}
+        folder.kept = {key: episode for key, episode in folder.kept.items() if not judged[key].failed}
     result = folder.read_result() or {"began": _now(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
     fingerprints: dict[str, dict[str, str]] = {}

@@ -154,7 +154,7 @@ async def _score(
     stage.rollout.refills = 0  # another episode would be the same one
     spec = stage.make_spec()
     # A task object of its own for each episode, by which the agent knows the recording.
-    tasks = {place: replace(episode.task) for place, episode in enumerate(saved) if not episode.failed}
+    tasks = {index: replace(episode.task) for index, episode in enumerate(saved) if not episode.failed}
     _refuse_policies(spec)
     _give(spec, list(tasks.values()))
     display.phase(f"setting up {spec.id}")
@@ -168,26 +168,26 @@ async def _score(
         if services.names:
             display.phase(f"starting {', '.join(services.names)}")
             await services.start()
-        agent = Recorded({id(task): saved[place] for place, task in tasks.items()})
+        agent = Recorded({id(task): saved[index] for index, task in tasks.items()})
         runner = make_runner(config, stage, spec, agent, None, None)
         part = Part(name=PURPOSE, env=SuiteEnv(env=stage.env, data=stage.data), config=config)
         display.phase("scoring")
         groups = await ReadyPart(part, list(tasks.values()), runner).play(folder, display)
         judged = list(saved)
-        for place, group in zip(tasks, groups, strict=True):
-            [episode], old = group.episodes, saved[place]
+        for index, group in zip(tasks, groups, strict=True):
+            [episode], old = group.episodes, saved[index]
             for name in ("id", "group", "member", "seed", "attempt", "seconds"):
                 setattr(episode, name, getattr(old, name))
             if "model" in old.fingerprints:
                 episode.fingerprints["model"] = old.fingerprints["model"]
             if episode.failed:
                 episode.rows, episode.messages = _with_rewards(old.rows, ()), old.messages
-            judged[place] = episode
+            judged[index] = episode
         judged_groups = saved_groups(judged)
         await asyncio.gather(*(runner.compare(group) for group in judged_groups))
         runner.withdraw_scores(judged_groups)
-    for place in tasks:
-        judged[place].metrics |= _before(saved[place])
+    for index in tasks:
+        judged[index].metrics |= _before(saved[index])
     return judged
 
 

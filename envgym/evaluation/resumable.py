@@ -14,7 +14,7 @@ import yaml
 from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
-from envgym.episodes.journal import Journal, Place
+from envgym.episodes.journal import EpisodeKey, Journal
 from envgym.errors import DataError, RunError, WorkerError, extended
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
@@ -30,7 +30,7 @@ class ResumableFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = Journal(path / "episodes.jsonl")
-        self.kept: dict[Place, Episode] = {}
+        self.kept: dict[EpisodeKey, Episode] = {}
         """The episodes that are not played again."""
         self.disposable = True
         """The folder goes where no episode has ended in it."""

@@ -167,11 +167,11 @@ def one_line(path):
     return str(raised.value)
 
 
-def test_a_file_of_an_earlier_version_is_told_from_one_without_episodes(tmp_path, episode):
+def test_a_file_that_holds_no_episodes_is_a_line(tmp_path, episode):
     path = tmp_path / "episodes.parquet"
     write_rollouts(path, [episode])
-    pq.write_table(pq.read_table(path).drop_columns(["outcome", "score_is_reward"]), path)
-    assert "earlier version" in one_line(path)
+    pq.write_table(pq.read_table(path).drop_columns(["outcome"]), path)
+    assert "holds no episodes: it has no column 'outcome'" in one_line(path)
     pq.write_table(pa.table({"question": ["1 + 1"], "answer": ["2"]}), path)
     assert "holds no episodes" in one_line(path)
     path.write_bytes(b"PAR1 and nothing more")
