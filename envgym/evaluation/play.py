@@ -55,7 +55,6 @@ async def ready_parts(
     what `folder` keeps was played with other tasks, code or weights.
     """
     config, stage = parts[0].config, parts[0].stage
-    folder.logs.mkdir(exist_ok=True)
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(running(config, RunFolder(folder.path)))
         places: dict[str, StageContext] = {}  # what is played in several ways is set up once

@@ -84,13 +84,15 @@ class ResumableFolder:
         """Leave the episodes that had ended, whatever ends what is done in here, or no folder where none had. Ctrl-C
         and the errors of workers and disks say what is kept, and how to go on."""
         try:
+            self.logs.mkdir(exist_ok=True)
             yield
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._leave()) from None
         except WorkerError as error:
             raise extended(error, self._leave(keep_logs=True)) from None  # it names one
         except OSError as error:
-            raise RunError(f"{error.filename or self.path}: {error.strerror or error}; {self._leave()}") from None
+            problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+            raise RunError(f"{problem}; {self._leave()}") from error
         except Exception:
             self._leave()
             raise
