@@ -59,7 +59,8 @@ class SamplingPlan:
 
     purpose: str
     sampling: SamplingParams
-    group_size: int
+    samples: int
+    """Episodes of each task."""
 
 
 def group_ids(purpose: str, tasks: Iterable[Task]) -> dict[str, Task]:
@@ -102,7 +103,7 @@ class Runner:
         kept: Mapping[tuple[str, int], Episode] | None = None,
         on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Group]:
-        """Play every task `group_size` times and return the groups in the order of `tasks`.
+        """Play every task `plan.samples` times and return the groups in the order of `tasks`.
 
         All members of a group get the same environment seed, and so the same problem. Failed episodes are in
         the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many
@@ -114,7 +115,7 @@ class Runner:
         """
         kept, failures = kept or {}, Counter[str]()
         groups = [Group(id, task, []) for id, task in group_ids(plan.purpose, tasks).items()]
-        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(plan.group_size))
+        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(plan.samples))
         concurrency = self.config.concurrency
         waves = None
         # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
@@ -143,7 +144,7 @@ class Runner:
                     on_progress(done, total, failures)
                 return episode
 
-        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(plan.group_size)]
+        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(plan.samples)]
         try:
             episodes = await asyncio.gather(*jobs)
         finally:
@@ -152,7 +153,7 @@ class Runner:
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
-            group.episodes = episodes[index * plan.group_size : (index + 1) * plan.group_size]
+            group.episodes = episodes[index * plan.samples : (index + 1) * plan.samples]
         judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.samples else []
         changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
         if on_episode is not None:
