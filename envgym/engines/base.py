@@ -90,7 +90,7 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def steps(self) -> int:
-        """How many steps were taken so far. It grows while anything is sampled or scored, so that whoever waits can
+        """The number of steps taken so far. It grows while anything is sampled or scored, so that whoever waits can
         tell an engine that is slow from one that hangs."""
         ...
 

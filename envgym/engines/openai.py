@@ -24,7 +24,7 @@ TOO_LONG = re.compile(
     r"context[ _-](length|window|size)|max_model_len|prompt is too long|input token count .* exceeds the maximum",
     re.IGNORECASE,
 )
-"""What servers say of a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
+"""Servers' words for a conversation that does not fit. Their codes differ: OpenAI's is `context_length_exceeded`."""
 QUESTION = Message.of("user", "Reply with the word OK.")
 
 
@@ -32,7 +32,7 @@ class OpenAIEngine(ChatEngine):
     """Asks `POST BASE_URL/chat/completions`, from one event loop.
 
     `model` is the name that the server knows it by; the other settings are those of `EngineConfig`. A request that the
-    network or the server fails is tried again, `tries` times in all. `counters` says what happened: requests, retries,
+    network or the server fails is tried again, `tries` times in all. `counters` counts requests, retries,
     failures, prompt_tokens, completion_tokens. Raises `ConfigError` where the key's variable is not set.
     """
 
@@ -86,7 +86,7 @@ class OpenAIEngine(ChatEngine):
         """The assistant's next message.
 
         Raises `PromptTooLong` where the conversation does not fit the model's context; `InvalidOutcome` of kind
-        `content_filter` where the provider withheld what the model said, and of kind `engine` where there is no answer.
+        `content_filter` where the provider withheld the answer, and of kind `engine` where there is no answer.
         """
         try:
             return await self._ask(request)
@@ -114,8 +114,8 @@ class OpenAIEngine(ChatEngine):
         if reason == "content_filter":
             self.counters["failures"] += 1
             raise InvalidOutcome("content_filter", f"{self._api.name}: the provider's filter withheld the answer")
-        said = choice["message"]
-        message = Message("assistant", (TextPart(_text(said)),), _calls(said.get("tool_calls"), request))
+        answered = choice["message"]
+        message = Message("assistant", (TextPart(_text(answered)),), _calls(answered.get("tool_calls"), request))
         return ChatReply(message, StopReason.LENGTH if reason in CUT else StopReason.STOP, **usage_of(answer))
 
     def _body(self, request: ChatRequest) -> dict[str, Any]:
@@ -148,15 +148,15 @@ def _wrong(answer: Any) -> str:
     choice = first_choice(answer)
     if choice is None:
         error = answer.get("error") if isinstance(answer, dict) else None
-        said = error.get("message") if isinstance(error, dict) else error
-        return f"answers without any message{f' ({said})'[:200] if said else ''}"
+        reason = error.get("message") if isinstance(error, dict) else error
+        return f"answers without any message{f' ({reason})'[:200] if reason else ''}"
     reason = choice.get("finish_reason")
     return f"gave its answer up ({reason})" if reason in BROKEN else ""
 
 
-def _text(said: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, Any]) -> str:
     """The answer, or the model's own refusal; what it thought (`reasoning_content`) is neither."""
-    content = said.get("content") or said.get("refusal") or ""
+    content = message.get("content") or message.get("refusal") or ""
     if isinstance(content, list):
         content = "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return str(content).encode("utf-8", "replace").decode()  # half of a surrogate pair could not be written anywhere

@@ -27,7 +27,7 @@ LOOP_TURNS = 5
 add it, so that the next turn of an episode joins the very next step. A turn costs some 10 microseconds."""
 
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetition": StopReason.LENGTH}
-"""What vLLM's finish reasons mean. The others (`abort`, `error`) say that the request was not answered."""
+"""The meaning of vLLM's finish reasons. The others (`abort`, `error`) say that the request was not answered."""
 
 MOST_AT_ONCE = 1024
 """Requests in one step, as vLLM has it itself on large devices."""
@@ -256,7 +256,7 @@ def _import_vllm() -> str:
 
 
 def _lora_arguments(rank: int) -> dict[str, Any]:
-    """What vLLM is told to take one adapter of up to `rank`, for which it has sizes of its own."""
+    """Arguments for one adapter of up to `rank`, for which vLLM has sizes of its own."""
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks

@@ -28,7 +28,7 @@ class OwnThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a call has not returned."""
+        """True while a call has not returned."""
         return self._unfinished > 0
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +79,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Returns:
-    """What threads bring back to one event loop. A single wake-up delivers all that has come by then: waking the loop
-    is a system call in which a thread gives the interpreter away, and with a thousand threads that adds up."""
+    """Results of threads on their way to one event loop. A single wake-up delivers all that has come by then: waking
+    the loop is a system call in which a thread gives the interpreter away, and with a thousand threads that adds up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)

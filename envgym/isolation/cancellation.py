@@ -85,8 +85,8 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 def is_shutdown(error: BaseException) -> bool:
-    """Whether `error` ends what runs here. Otherwise users' code raised it: `SystemExit`, or the `CancelledError` of
-    another task that it waited for, is then an error like any other."""
+    """True where `error` ends the code that runs here. Otherwise users' code raised it: `SystemExit`, or the
+    `CancelledError` of another task that it waited for, is then an error like any other."""
     if isinstance(error, asyncio.CancelledError):
         return is_being_cancelled()
     if isinstance(error, KeyboardInterrupt):  # a first Ctrl-C cancels, the next is raised wherever we are
@@ -95,7 +95,7 @@ def is_shutdown(error: BaseException) -> bool:
 
 
 def is_being_cancelled() -> bool:
-    """Whether the current task is cancelled, or its time is over. Otherwise a `CancelledError` is of another task that
-    was waited for."""
+    """True where the current task is cancelled, or its time is over. Otherwise a `CancelledError` is of another task
+    that was waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

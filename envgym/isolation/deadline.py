@@ -74,7 +74,8 @@ class Deadline:
                 self._set_timer()
 
     def _can_expire(self) -> bool:
-        """Whether it is entered and not over: a request that several wait for may outlive the episode that made it."""
+        """True while it is entered and not over: a request that several wait for may outlive the episode that made
+        it."""
         return self._token is not None and self._timeout.when() is None and asyncio.get_running_loop() is self._loop
 
 

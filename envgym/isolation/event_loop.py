@@ -65,7 +65,7 @@ def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], ctrl_c: _C
 
 
 class _CtrlC:
-    """What asyncio does at Ctrl-C, also at SIGTERM, and how often either came."""
+    """Does what asyncio does at Ctrl-C also at SIGTERM, and counts both."""
 
     USUAL: ClassVar[dict[signal.Signals, Any]] = {
         signal.SIGINT: signal.default_int_handler,

@@ -17,7 +17,7 @@ from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied, WorkerError
 from envgym.workers.local import LocalRuntime, LocalWorker
 
 PING_SECONDS = 10.0
-"""How long a process may leave a sign of life out, once a call in it had to be given up."""
+"""Seconds a process may take to give a sign of life, once a call in it had to be given up."""
 
 
 class Processes:

@@ -28,7 +28,7 @@ class Reading:
 
     @property
     def complete(self) -> bool:
-        """Whether content and calls are all there is, and all could be read."""
+        """True where content and calls are all there is, and all could be read."""
         return not self.rest.strip() and not any(call.error for call in self.calls)
 
 
@@ -95,7 +95,7 @@ _DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 def _depth(value: Any) -> int:
-    """How deeply lists and objects are nested; no further than it matters."""
+    """The depth of nested lists and objects, counted up to just past `MAX_DEPTH`."""
     depth, level = 0, [value]
     while level and depth <= MAX_DEPTH:
         inner = [item for item in level if isinstance(item, dict | list)]

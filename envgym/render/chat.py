@@ -62,11 +62,12 @@ class ChatDialogue(Dialogue):
 
     @property
     def _opens_thought(self) -> bool:
-        """Whether the prompt begins the policy's turn with a thought."""
+        """True where the prompt begins the policy's turn with a thought."""
         return self._text[-32:].rstrip().endswith("<think>")
 
     def _with_opening(self, content: str) -> str:
-        """What was said, with the beginning of the thought that the prompt had opened: templates look for both ends."""
+        """A turn's content, with the beginning of the thought that the prompt had opened: templates look for both
+        ends."""
         thought, closed, _ = content.partition("</think>")
         return f"<think>\n{content}" if self._opens_thought and closed and "<think>" not in thought else content
 
@@ -81,11 +82,11 @@ class ChatDialogue(Dialogue):
             return self._template.unended(whole[len(self._text) :]) + end
         # The template would not have shown what the policy was shown: a thought that it opens and then drops.
         thought, closed, answer = turn.text.rpartition("</think>")
-        said = self._written(answer, turn.tool_calls)
+        written_answer = self._written(answer, turn.tool_calls)
         if self._opens_thought and not closed:
-            return f"\n</think>\n\n{said}{end}"
+            return f"\n</think>\n\n{written_answer}{end}"
         thought = thought.removeprefix("<think>").removeprefix("\n") if self._opens_thought else thought
-        return thought + closed + said + end
+        return thought + closed + written_answer + end
 
     def _written(self, content: str, calls: Sequence[ToolCall]) -> str:
         return self._template.turn(self._template.assistant(content, calls))
@@ -133,8 +134,8 @@ class ChatDialogue(Dialogue):
         forms = self._take_last_turn()
         rendered: list[tuple[str, list[Written]]] = []
         refusal: InvalidStep | None = None
-        for said in [[form] for form in forms] or [[]]:
-            turns = [*self._turns, *said, *new]
+        for last_turn in [[form] for form in forms] or [[]]:
+            turns = [*self._turns, *last_turn, *new]
             try:
                 rendered.append((self._template.render(turns, self.tools), turns))
             except InvalidStep as error:
@@ -144,7 +145,7 @@ class ChatDialogue(Dialogue):
                 break
         if not rendered:
             assert refusal is not None
-            if forms and self._takes([*self._turns, self._template.assistant("said"), *new]):
+            if forms and self._takes([*self._turns, self._template.assistant("text"), *new]):
                 raise TurnRefused("the chat template does not take what the policy said, an empty turn perhaps")
             raise refusal
         text, self._turns = rendered[-1] if rendered[-1][0].startswith(self._text) else rendered[0]

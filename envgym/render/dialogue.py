@@ -16,7 +16,7 @@ from .renderer import Renderer
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What a reply adds: tokens to append to the row, or with `fork` the whole prompt of a new row."""
+    """The tokens that an observation adds: those to append to the row, or with `fork` the whole prompt of a new row."""
 
     token_ids: list[int]
     fork: bool = False

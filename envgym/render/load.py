@@ -1,4 +1,4 @@
-"""Which tokenizer and which renderer a model gets."""
+"""Loading a model's tokenizer and choosing its renderer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _is_common(folder: Path) -> bool:
-    """Whether a folder says that its tokenizer is of transformers' common class, which `tokenizer.json` describes."""
+    """True where a folder's tokenizer is of transformers' common class, which `tokenizer.json` describes."""
     try:
         saved = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):

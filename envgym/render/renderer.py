@@ -1,4 +1,4 @@
-"""What every renderer has: its tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
+"""Base of the renderers: the tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
 
 from __future__ import annotations
 
@@ -63,21 +63,22 @@ class Renderer(ABC):
 
     @property
     def _bos_before_messages(self) -> bool:
-        """Whether a beginning-of-sequence token is put before the first messages where they do not begin with one."""
+        """True where a beginning-of-sequence token is put before the first messages where they do not begin with
+        one."""
         return False
 
     @cached_property
     def _bos_before_text(self) -> bool:
-        """Whether one is put before raw text: where the tokenizer does so itself."""
+        """True where one is put before raw text, as the tokenizer does itself."""
         bos = self.tokenizer.bos_token_id
         return bos is not None and self.tokenizer.encode("a")[0] == bos
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a turn of the policy says to an environment: its text without special tokens."""
+        """The text of a policy's turn without special tokens, as an environment gets it."""
         return self._decode(token_ids, skip_special_tokens=True)
 
     def ends_turn(self, token_id: int) -> bool:
-        """Whether a token that stands last in a turn is what ended it, and no part of what was said. An engine may stop
+        """True for a token that, standing last in a turn, ended it and is no part of its text. An engine may stop
         at more special tokens than ours."""
         return token_id in self.stop_token_ids or token_id in self._special
 
@@ -124,8 +125,8 @@ class Renderer(ABC):
 
     @cached_property
     def _anchors(self) -> dict[str, list[int]]:
-        """What a text can be encoded behind, with its ids: a special token, or a line break where there is none or
-        the tokenizer puts a space after special tokens too."""
+        """Texts behind which another can be encoded, with their ids: a special token, or a line break where there is
+        none or the tokenizer puts a space after special tokens too."""
         special = [token for token in (self.tokenizer.eos_token, self.tokenizer.bos_token) if token is not None]
         return {before: self.encode(before) for before in [*special, "\n"]}
 

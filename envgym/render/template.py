@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template does, found out by rendering with it.
+"""A tokenizer's chat template: its behaviour is found out by rendering with it.
 
 Templates are programs: some end a turn with a token of their own, some show no tools, some refuse a role or want a
 call's arguments as text. Nothing here goes by a model's name.
@@ -18,12 +18,12 @@ from .call_formats import Format, read_hermes, write_hermes
 from .tool_calls import EXAMPLE, describe, format_of
 
 # Words that no template writes by itself.
-ASKED, SAID, ASKED_AGAIN, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
+QUESTION, ANSWER, QUESTION_2, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
 PROBE = ToolSpec("qx5tool", "qx5tool", {"type": "object", "properties": {"argument": {"type": "string"}}})
 
 Written = dict[str, Any]
 """A message as a template takes it."""
-TALK: list[Written] = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+EXCHANGE: list[Written] = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
 class Template:
@@ -71,9 +71,9 @@ class Template:
         return form(content, calls)
 
     def turn(self, message: Written) -> str:
-        """What the template writes of an assistant's message alone, without its end-of-turn."""
-        header = self._try(TALK, ()).rpartition(SAID)[0]
-        text = self._try([TALK[0], message], ())
+        """An assistant's message alone as the template writes it, without its end-of-turn."""
+        header = self._try(EXCHANGE, ()).rpartition(ANSWER)[0]
+        text = self._try([EXCHANGE[0], message], ())
         if not header or not text.startswith(header):
             return str(message["content"] or "")
         return self.unended(text.removeprefix(header))
@@ -82,18 +82,18 @@ class Template:
         """A text that ends with the assistant's turn, without what the template writes after what was said."""
         if text.endswith(self._after_last_turn) or not self.end_of_turn:
             return text.removesuffix(self._after_last_turn)
-        said, ended, _ = text.rpartition(self.end_of_turn)
-        return said if ended else text
+        before, end, _ = text.rpartition(self.end_of_turn)
+        return before if end else text
 
     # -- found out ----------------------------------------------------------------------------------------------
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What the template writes after what the assistant said, up to and including the token that ends the turn;
-        empty where it writes no such token."""
-        again = self._try([*TALK, {"role": "user", "content": ASKED_AGAIN}], ())
+        """The text that the template writes after an assistant's content, up to and including the token that ends the
+        turn; empty where it writes no such token."""
+        again = self._try([*EXCHANGE, {"role": "user", "content": QUESTION_2}], ())
         # What stands there both at the end and before another message: some templates end conversations too.
-        common = _common_beginning(self._after_last_turn, again.rpartition(SAID)[2])
+        common = _common_beginning(self._after_last_turn, again.rpartition(ANSWER)[2])
         eos = self.tokenizer.eos_token
         ends = [eos] if eos and eos in common else [token for token in self._added_tokens if token.strip()]
         found = [(common.find(token), -len(token), token) for token in ends if token in common]
@@ -104,11 +104,11 @@ class Template:
 
     @cached_property
     def _after_last_turn(self) -> str:
-        return self._try(TALK, ()).rpartition(SAID)[2]
+        return self._try(EXCHANGE, ()).rpartition(ANSWER)[2]
 
     @property
     def call_format(self) -> Format:
-        """How calls are read."""
+        """The format in which calls are read."""
         return read_hermes if self._calls is None else self._calls[1]
 
     @cached_property
@@ -125,31 +125,31 @@ class Template:
 
     @cached_property
     def _writes_both(self) -> bool:
-        """Whether the template writes content and calls of one message. Some drop one of them, or refuse."""
+        """True where the template writes content and calls of one message. Some drop one of them, or refuse."""
         assert self._calls is not None
         form, written = self._calls
-        reading = written(self.turn(form(SAID, [EXAMPLE])), {})
-        return SAID in reading.content and len(reading.calls) == 1
+        reading = written(self.turn(form(ANSWER, [EXAMPLE])), {})
+        return ANSWER in reading.content and len(reading.calls) == 1
 
     @cached_property
     def _shows_tools(self) -> bool:
-        """Whether the template tells the policy which tools there are and how to call them."""
-        return self._calls is not None and PROBE.name in self._try([TALK[0]], [PROBE])
+        """True where the template tells the policy which tools there are and how to call them."""
+        return self._calls is not None and PROBE.name in self._try([EXCHANGE[0]], [PROBE])
 
     @cached_property
     def _shows_results(self) -> bool:
-        """Whether the template takes messages of the role `tool`."""
+        """True where the template takes messages of the role `tool`."""
         call = self.assistant("", [EXAMPLE])
         result = {"role": "tool", "content": RESULT, "tool_call_id": EXAMPLE.id, "name": EXAMPLE.name}
-        return self._try([TALK[0], call, result], [PROBE]).count(RESULT) == 1
+        return self._try([EXCHANGE[0], call, result], [PROBE]).count(RESULT) == 1
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template takes a message's content as a list of parts alone."""
+        """True where the template takes a message's content as a list of parts alone."""
         shown = []
-        for content in (ASKED, _parts(ASKED)):
+        for content in (QUESTION, _parts(QUESTION)):
             try:
-                shown.append(ASKED in self._apply([{"role": "user", "content": content}], (), False))
+                shown.append(QUESTION in self._apply([{"role": "user", "content": content}], (), False))
             except Exception:
                 shown.append(False)
         return shown == [False, True]
@@ -201,7 +201,8 @@ def _common_beginning(one: str, other: str) -> str:
 
 
 class _CallForm:
-    """How a template wants calls: what content stands beside them where there is none, arguments as text or not."""
+    """The form in which a template takes calls: the content beside them where there is none, arguments as text or
+    not."""
 
     def __init__(self, empty: str | None, as_text: bool) -> None:
         self.empty = empty

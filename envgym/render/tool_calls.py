@@ -42,11 +42,11 @@ def read_calls(text: str, written: Format, tools: Sequence[ToolSpec], *, thinkin
 
     What the model only thinks (up to the last `</think>`) holds no calls; `thinking`: the prompt had opened a thought.
     """
-    before, thought, said = text.rpartition("</think>")
+    before, thought, answer = text.rpartition("</think>")
     if not thought and (thinking or "<think>" in text):
         return Reading(text)
     by_name = {tool.name: tool for tool in tools}
-    reading = written(said, by_name)
+    reading = written(answer, by_name)
     calls = tuple(_known(call, by_name) for call in reading.calls)
     return Reading(before + thought + reading.content, calls, reading.rest)
 

@@ -58,5 +58,5 @@ def made_token(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_token(text: str) -> bool:
-    """Whether a text can stand in a header."""
+    """True for a text that can stand in a header."""
     return text.isascii() and not any(character.isspace() for character in text)

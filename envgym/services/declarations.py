@@ -1,4 +1,4 @@
-"""What an environment may declare that it needs. Settings without heavy imports, so that they are checked early.
+"""Declarations of the services an environment needs. Settings without heavy imports, so that they are checked early.
 
 No secret is ever a setting: a key is named by its environment variable, a token by its file.
 """
@@ -94,7 +94,7 @@ class RewardEndpoint(Service):
     token_file: str | None = None
     """File that holds the token the servers ask for."""
     template: Annotated[str | None, AfterValidator(_checked_template)] = "{prompt}{answer}"
-    """How a query is written. Unset (null): as a list of messages, to which the server applies its chat template."""
+    """Form of a query. Unset (null): as a list of messages, to which the server applies its chat template."""
     batch_size: int = Field(64, ge=1)
     """Queries in one request at most."""
     concurrency: int = Field(16, ge=1)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from envgym.rollout.sampler import Waves
 
 WAVES: ContextVar[Waves | None] = ContextVar("WAVES", default=None)
-"""Where the episode that is asking has its requests wait for those of others, in a deterministic run. The runner sets
+"""The waves in which the asking episode's requests wait for those of others, in a deterministic run. The runner sets
 it: what an opponent samples is then part of the same waves, and as repeatable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What samples the policy."""
+    """The engine that samples the policy, and how it is asked."""
 
     renderer: Renderer
     engine: Engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
@@ -23,12 +22,10 @@ BATCHES_A_ROUND = 8
 class RewardModelClient(RewardClient):
     """Starts the model's worker when it is first needed, and scores what concurrent episodes ask for in batches.
 
-    `runtime` gives the runtime in which it starts; `name` is the worker's.
+    It starts in `runtime` as a worker named `name`.
     """
 
-    def __init__(
-        self, declared: RewardModel, name: str, runtime: Callable[[], Runtime], *, deterministic: bool = False
-    ) -> None:
+    def __init__(self, declared: RewardModel, name: str, runtime: Runtime, *, deterministic: bool = False) -> None:
         super().__init__()
         self._declared = declared
         self._name = name
@@ -45,10 +42,6 @@ class RewardModelClient(RewardClient):
 
     async def start(self) -> None:
         await self._at_home(self._worker())
-
-    async def info(self) -> dict[str, Any]:
-        """The worker's description of its model: parameters, device, number format, longest conversation in tokens."""
-        return dict(await (await self._worker()).call("info"))
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -73,7 +66,7 @@ class RewardModelClient(RewardClient):
         # Sampling waits for rewards, so each may use every core.
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
         target = "envgym.services.reward_worker:RewardWorker"
-        return await self._runtime().start(target, arguments, name=self._name, environ=environ)
+        return await self._runtime.start(target, arguments, name=self._name, environ=environ)
 
     async def _send(self, texts: list[Text]) -> list[Assessment | Exception]:
         worker = await self._worker()

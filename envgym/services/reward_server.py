@@ -70,7 +70,7 @@ async def serve_model(
         logs = tempfile.mkdtemp(prefix="envgym-reward-model-")
         runtime = LocalRuntime(logs)
         stack.push_async_callback(runtime.close)
-        client = RewardModelClient(declared, "reward-model", lambda: runtime)
+        client = RewardModelClient(declared, "reward-model", runtime)
         stack.push_async_callback(client.close)
         if await _first(client.start(), stopping.wait()):
             if token is None and not open_to_all:

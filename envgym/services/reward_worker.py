@@ -66,15 +66,6 @@ class RewardWorker:
         self._max_length = max_length or _limit(self._config, self._tokenizer)
         self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
 
-    def info(self) -> dict[str, Any]:
-        """Parameters, device, number format and the longest conversation in tokens."""
-        return {
-            "n_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self._model.parameters()),
-            "device": str(self._device),
-            "dtype": str(next(self._model.parameters()).dtype).removeprefix("torch."),
-            "max_length": self._max_length,
-        }
-
     def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
         """(reward, tokens, whether it was cut) of each conversation, in order.
 

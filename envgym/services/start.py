@@ -6,11 +6,12 @@ import asyncio
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError, WorkerError
+from envgym.workers.local import LocalRuntime
 
 from .client import Client
 from .declarations import Chat, Policy, RewardEndpoint, RewardModel, Service
@@ -30,7 +31,7 @@ class Services:
 
     @property
     def names(self) -> list[str]:
-        """What the services are called; equal ones are one."""
+        """The services' names; equal ones are one."""
         return list(self._clients)
 
     @property
@@ -57,7 +58,7 @@ class Services:
 
     @property
     def counters(self) -> Counter[str]:
-        """What the services counted, as `NAME/requests` and so on."""
+        """The services' counters, as `NAME/requests` and so on."""
         return Counter(
             {f"{name}/{what}": n for name, client in self._clients.items() for what, n in client.counters.items()}
         )
@@ -79,18 +80,12 @@ async def start_services(
 
     Raises `EnvgymError` for an environment or a service that cannot be set up.
     """
-    workers = _Workers(runtime)
+    logs = tempfile.mkdtemp(prefix="envgym-services-") if runtime is None else ""
+    workers = LocalRuntime(logs) if runtime is None else runtime
     clients: dict[str, Client] = {}
-    by_key: dict[str, Client] = {}
+    services = Services(clients)
     try:
-        for part in _with_parts(spec):
-            for name, declared in part.services.items():
-                if declared.key not in by_key:
-                    unique = name if name not in clients else f"{name}-{len(clients)}"
-                    client = _client(declared, unique, workers.runtime, deterministic)
-                    by_key[declared.key] = clients[unique] = client
-                part.clients[name] = by_key[declared.key]
-        services = Services(clients)
+        _make_clients(spec, clients, workers, deterministic)
         async with spec:
             try:
                 if now:
@@ -100,11 +95,25 @@ async def start_services(
                 # Before the environment's teardown, so that nothing calls into what is gone.
                 await services.close()
     except WorkerError:
-        workers.keep_logs()  # the error names one
+        logs = ""  # the error names one of them, so they are kept
         raise
     finally:
-        await Services(clients).close()
-        await workers.close()
+        await services.close()
+        if runtime is None:
+            await workers.close()
+        if logs:
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _make_clients(spec: EnvSpec, clients: dict[str, Client], runtime: Runtime, deterministic: bool) -> None:
+    """Give an environment and its parts their clients, equal declarations the same one, and add them to `clients`."""
+    by_key: dict[str, Client] = {}
+    for part in _with_parts(spec):
+        for name, declared in part.services.items():
+            if declared.key not in by_key:
+                unique = name if name not in clients else f"{name}-{len(clients)}"
+                by_key[declared.key] = clients[unique] = _client(declared, unique, runtime, deterministic)
+            part.clients[name] = by_key[declared.key]
 
 
 def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
@@ -114,36 +123,7 @@ def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
             yield from _with_parts(part)
 
 
-class _Workers:
-    """The runtime that was given, or one of our own that is made when it is needed."""
-
-    def __init__(self, runtime: Runtime | None) -> None:
-        self._given = runtime
-        self._own: Runtime | None = None
-        self._logs = ""
-        self._keep_logs = False
-
-    def runtime(self) -> Runtime:
-        if self._given is not None:
-            return self._given
-        if self._own is None:
-            from envgym.workers.local import LocalRuntime
-
-            self._logs = tempfile.mkdtemp(prefix="envgym-services-")
-            self._own = LocalRuntime(self._logs)
-        return self._own
-
-    def keep_logs(self) -> None:
-        self._keep_logs = True
-
-    async def close(self) -> None:
-        if self._own is not None:
-            await self._own.close()
-            if not self._keep_logs:
-                shutil.rmtree(self._logs, ignore_errors=True)
-
-
-def _client(declared: Service, name: str, runtime: Callable[[], Runtime], deterministic: bool) -> Client:
+def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool) -> Client:
     if isinstance(declared, RewardModel):
         from .reward import RewardModelClient
 

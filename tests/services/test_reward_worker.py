@@ -62,7 +62,6 @@ def test_a_batch_says_what_transformers_says_of_each_alone(worker, by_transforme
 def test_from_the_cpus_memory_it_says_the_same(worker, tiny_reward_model):
     offloaded = RewardWorker(str(tiny_reward_model), batch_size=4, offload=True)
     assert rewards(offloaded, TEXTS) == pytest.approx(rewards(worker, TEXTS), abs=1e-5)
-    assert offloaded.info() == worker.info()
 
 
 def test_a_model_without_a_padding_token_reads_the_last_token_in_a_batch_too(tiny_reward_model, tmp_path, worker):
