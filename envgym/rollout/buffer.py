@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from envgym.episodes.scores import is_flat
 from envgym.errors import RunError
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Task
 
 from .config import FilterConfig, RolloutConfig
-from .scores import is_flat
 
 MAX_ROUNDS = 4
 """Times a step plays tasks without a filter: once, and again where too many groups fell short of members."""

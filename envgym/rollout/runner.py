@@ -19,6 +19,7 @@ from typing import Any
 from envgym.agent import Agent
 from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
+from envgym.episodes.scores import reward_as_score, withdraw
 from envgym.errors import (
     CallTimeout,
     InvalidOutcome,
@@ -37,7 +38,6 @@ from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Task
 
 from .sampler import EpisodeSampler, Waves
-from .scores import reward_as_score, withdraw
 
 Progress = Callable[[int, int, Mapping[str, int]], None]
 """Called at the end of each episode: with the number that have ended, the number of all, and of failures by kind."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.engines.base import Generation
+from envgym.episodes.scores import reward_as_score
 from envgym.types import (
     Episode,
     Limit,
@@ -25,8 +26,6 @@ from envgym.types import (
     float_array,
     int_array,
 )
-
-from .scores import reward_as_score
 
 
 class OutOfBudget(Exception):
@@ -126,7 +125,7 @@ class Transcript:
 
     def episode(self, task: Task, outcome: Outcome) -> Episode:
         """The episode as a whole: rewards add up, and a reward in [0, 1] is a score where none was given, until the
-        environment's other rewards show that it is none (`envgym.rollout.scores`).
+        environment's other rewards show that it is none (`envgym.episodes.scores`).
 
         Where the last answer was cut by its token limit the episode is truncated (`length`): what it earned is of a
         part of an answer.

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import Field
 
+from envgym.episodes.scores import is_flat
 from envgym.hashing import derived_seed
-from envgym.rollout.scores import is_flat
 from envgym.settings import Settings
 from envgym.types import Group, Task
 

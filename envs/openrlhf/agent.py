@@ -125,7 +125,7 @@ def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple
 
 def own_score(score: float | None, transcript: Transcript) -> float | None:
     """The score, unless it is the reward once more, as most files have it: then the other episodes of the environment
-    show whether the reward is one (`envgym.rollout.scores`)."""
+    show whether the reward is one (`envgym.episodes.scores`)."""
     rewards = [turn.reward for row in transcript.rows for turn in row.turns if turn.reward is not None]
     return None if score == sum(rewards) else score
 

@@ -138,6 +138,6 @@ class RewardModelEnvSpec(DataEnvSpec):
             metrics |= {f"{name}/{metric}": value for metric, value in one.metrics.items()}
         # A server by itself decides whether it scores; several have only their sum in common.
         score = found[0].score if len(found) == 1 else preference(reward)
-        if score == reward:  # as servers repeat it: the other rewards tell whether it is one (`envgym.rollout.scores`)
+        if score == reward:  # as servers repeat it: the other rewards tell whether it is one (`envgym.episodes.scores`)
             score = None
         return reward, {"metrics": metrics} | ({} if score is None else {"score": score})

@@ -9,6 +9,7 @@ from envgym.agent import Agent, AgentConfig
 from envgym.config.schema import CheckpointConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import Env, EnvSpec
+from envgym.episodes.scores import reward_as_score
 from envgym.errors import RunError
 from envgym.evaluation.generate import best_of
 from envgym.evaluation.result import result_of
@@ -18,7 +19,6 @@ from envgym.monitoring.report import score, tasks_behind
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.rollout.scores import reward_as_score
 from envgym.rollout.transcript import Transcript
 from envgym.training.checkpoints import Checkpoints
 from envgym.training.launch import Components
