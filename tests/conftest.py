@@ -212,7 +212,7 @@ def _check_episode(episode, answers):
     """What the engine was given at turn k is exactly the segments before turn k of its row, what it returned is
     recorded as it came, and nothing else carries weight."""
     from envgym.learner import TrainSample
-    from envgym.types import StopReason
+    from envgym.types import StopReason, float_array
 
     turn = 0
     for row in episode.rows:
@@ -225,7 +225,7 @@ def _check_episode(episode, answers):
                 asked, said = answers[f"{episode.id}.{turn:04d}"]
                 assert tuple(before) == asked
                 assert tuple(segment.token_ids) == tuple(said.token_ids)
-                assert tuple(segment.logprobs) == tuple(said.logprobs)
+                assert segment.logprobs == float_array(said.logprobs)
                 assert segment.versions == said.versions
                 assert list(segment.loss_weights) == [1.0] * len(said.token_ids)
                 turn += 1
