@@ -402,7 +402,7 @@ def test_a_group_that_shrank_below_two_is_left_out(algorithm):
     for episode in rollout.groups[1].episodes[1:]:
         episode.reward = None
     rows = make_learner(algorithm).prepare(scored(rollout.groups))
-    assert {row.group for row in rows} == {0, 1}
+    assert {row.group for row in rows} == {0, 2}
     assert len({row.episode for row in rows}) == 6
 
 
