@@ -53,23 +53,23 @@ class PolicyGradient(Learner):
         """[n] advantages of each episode of a group, one for each of its action tokens."""
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        kept = []
+        kept: list[list[ActionTokens]] = []
         for group in groups:
             members = [trajectory for trajectory in group if trajectory.episode.reward is not None]
             if len(members) >= self.min_group_size:  # else members failed: there is nothing left to compare with
                 kept.append([self._action_tokens(trajectory) for trajectory in members])
-        found = [self.step_advantages(group) for group in kept]
+        found = [self.step_advantages(tokens) for tokens in kept]
         still = []
         if self.min_group_size > 1:  # others have no baseline by which equal rewards would say nothing
             by_turn = self.config.credit == "turn"
-            for group, own in zip(kept, found, strict=True):
-                still.append(without_variance(own, [m.turn_ends if by_turn else [len(m)] for m in group]))
+            for tokens, own in zip(kept, found, strict=True):
+                still.append(without_variance(own, [one.turn_ends if by_turn else [len(one)] for one in tokens]))
         advantages = normalised(found, self.config.advantage_norm, still)
-        for group, of_group in zip(kept, advantages, strict=True):
-            for member, of_episode in zip(group, of_group, strict=True):
-                member.write("advantages", of_episode)
-                self._finish(member.samples)
-        return [sample for group in kept for member in group for sample in member.samples]
+        for tokens, of_group in zip(kept, advantages, strict=True):
+            for one, of_episode in zip(tokens, of_group, strict=True):
+                one.write("advantages", of_episode)
+                self._finish(one.samples)
+        return [sample for tokens in kept for one in tokens for sample in one.samples]
 
     def _action_tokens(self, trajectory: Trajectory) -> ActionTokens:
         if self.config.shaping.overlong_filter and trajectory.episode.outcome.status is Status.TRUNCATED:
