@@ -64,9 +64,10 @@ def test_one_server_serves_several_environments_by_name():
             assert (served["protocol"], served["version"], served["lease_seconds"]) == ("envgym", 4, 9.0)
             guess, dice = served["envs"]
             assert guess["splits"] == {
-                "train": {"size": 7, "error": None},
-                "test": {"size": None, "error": "held_out.jsonl: no such file"},
+                "train": {"size": 7, "tasks": guess["splits"]["train"]["tasks"], "error": None},
+                "test": {"size": None, "tasks": "", "error": "held_out.jsonl: no such file"},
             }
+            assert re.fullmatch("[0-9a-f]{16}", guess["splits"]["train"]["tasks"])
             assert (guess["name"], guess["agent"], guess["scores_groups"]) == ("GuessSpec", "multi_turn", False)
             assert set(guess["fingerprint"]) == {"code", "spec"}
             assert await ask(base, "GET", "/v1/envs/dice") == (200, dice)
