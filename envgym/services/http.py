@@ -79,9 +79,7 @@ class JsonCaller:
         self._timeout = timeout
         # Neither redirects nor the environment's proxies and passwords: key and question are for this address alone.
         self.client = httpx.AsyncClient(
-            transport=_Bounded(
-                verify=ssl.create_default_context(), trust_env=False, limits=httpx.Limits(max_connections=None)
-            ),
+            transport=_Transport(),
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             trust_env=False,
             event_hooks={"request": [self._set_headers]},
@@ -185,21 +183,41 @@ class _TryAgain(Exception):
         self.wait = wait
 
 
-class _Bounded(httpx.AsyncHTTPTransport):
-    """Reads answers of up to `MAX_ANSWER` bytes, decompressed."""
+class _Transport(httpx.AsyncBaseTransport):
+    """Connections to one server, and answers of up to `MAX_ANSWER` bytes, decompressed.
+
+    Each connection has a pool of its own: httpx's looks at all of its connections at each request, which with 256 of
+    them took 18 ms.
+    """
+
+    def __init__(self) -> None:
+        self._verify = ssl.create_default_context()
+        self._idle: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await super().handle_async_request(request)
-        content = bytearray()
+        connection = self._idle.pop() if self._idle else httpx.AsyncHTTPTransport(self._verify, trust_env=False)
         try:
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > MAX_ANSWER:
-                    raise _TryAgain(f"answers with more than {MAX_ANSWER // 2**20} MiB")
+            response = await connection.handle_async_request(request)
+            try:
+                content = await _read(response)
+            finally:
+                await response.aclose()
         finally:
-            await response.aclose()
+            self._idle.append(connection)
         headers = {name: response.headers[name] for name in ("Retry-After", "Location") if name in response.headers}
-        return httpx.Response(response.status_code, headers=headers, content=bytes(content))
+        return httpx.Response(response.status_code, headers=headers, content=content)
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(connection.aclose() for connection in self._idle))
+
+
+async def _read(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_ANSWER:
+            raise _TryAgain(f"answers with more than {MAX_ANSWER // 2**20} MiB")
+    return bytes(content)
 
 
 async def _sleep_until(moment: float) -> None:
