@@ -165,13 +165,16 @@ def test_a_wave_is_one_frame_started_in_order_before_anything_else(worker_module
 def test_a_worker_begins_while_there_is_more_to_come_where_waves_need_not_be_whole(worker_module, tmp_path):
     async def main():
         runtime = LocalRuntime(tmp_path / "logs", deterministic=False)
-        worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
-        found = await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
-        await runtime.close()
-        return found[0]
+        try:
+            for _ in range(20):  # a busy machine may not give a worker a core in time, but not twenty times
+                worker = await runtime.start(f"{worker_module}:Worker", {}, name="w")
+                found, *_ = await asyncio.gather(*(worker.call("wave", i) for i in range(512)))
+                if len(found) < 512:
+                    return found
+        finally:
+            await runtime.close()
 
     found = asyncio.run(main())
-    assert len(found) < 512
     assert found == list(range(len(found)))
 
 
