@@ -1,4 +1,5 @@
-"""Access to servers: their tokens, of which a server keeps hashes only, and a client's addresses and certificates."""
+"""Access to servers: their tokens, of which a server keeps hashes only, who is refused without them, and a client's
+addresses and certificates."""
 
 from __future__ import annotations
 
@@ -222,3 +223,16 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(ca_file))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"certificate file {ca_file}: {error.strerror or error}") from None
+
+
+def refuse_web_pages(host: str, origin: str | None) -> None:
+    """Raise a 403 `Problem` for a web page: a server without tokens is for programs of this machine.
+
+    A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
+    it answers. Browsers say so: in `Origin`, and in `Host`.
+    """
+    if origin is not None:
+        raise Problem(403, "forbidden", "web pages may not use a server without tokens")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name):
+        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")

@@ -18,8 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
-from .access import ANYONE, Client, Tokens
-from .listening import is_loopback
+from .access import ANYONE, Client, Tokens, refuse_web_pages
 from .routes import Route, match
 from .wire import MAX_BODY, Answer, Problem
 
@@ -149,19 +148,6 @@ def _invalid(error: ValidationError, whole: str) -> Problem:
     where = ".".join(str(part) for part in first["loc"]) or whole
     detail = f"{where}: {first['msg'].lower()}".encode("utf-8", "replace").decode()
     return Problem(422, "invalid-request", detail)
-
-
-def refuse_web_pages(host: str, origin: str | None) -> None:
-    """Raise a 403 `Problem` for a web page: a server without tokens is for programs of this machine.
-
-    A page in a browser here can reach it as well, and by a name of its own that points here (DNS rebinding) read what
-    it answers. Browsers say so: in `Origin`, and in `Host`.
-    """
-    if origin is not None:
-        raise Problem(403, "forbidden", "web pages may not use a server without tokens")
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(name):
-        raise Problem(403, "forbidden", "without tokens this server answers to localhost, 127.0.0.1 and [::1] only")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from aiohttp import web
 
 from envgym.errors import ConfigError, EnvgymError
 
-from .access import ANYONE, Access, Address, Client, Tokens, access, parse_address
-from .admission import SERVER, Connections, parse, problem_response, read_json, refuse_web_pages
+from .access import ANYONE, Access, Address, Client, Tokens, access, parse_address, refuse_web_pages
+from .admission import SERVER, Connections, parse, problem_response, read_json
 from .encoding import encode
 from .listening import is_loopback, listen, tls_context
 from .replicas import Replica, Replicas

@@ -23,7 +23,8 @@ from typing import Any
 from aiohttp import web
 
 from envgym.errors import InvalidOutcome, RunError, WorkerDied
-from envgym.remote.admission import Arriving, refuse_web_pages
+from envgym.remote.access import refuse_web_pages
+from envgym.remote.admission import Arriving
 from envgym.remote.listening import listen, stop_signals
 from envgym.remote.wire import Problem
 from envgym.types import as_messages

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
-from envgym.remote.admission import refuse_web_pages
+from envgym.remote.access import refuse_web_pages
 from envgym.remote.listening import listen, stop_signals
 from envgym.remote.server import check_servable
 from envgym.remote.wire import MAX_BODY, Problem
