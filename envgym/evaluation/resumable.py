@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +22,7 @@ from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
 
 
-class ResumableFolder:
+class ResumableFolder(ABC):
     """Episodes as they end (`episodes.jsonl`), and the output of every child process (`logs/`)."""
 
     command = "envgym"
@@ -46,9 +47,9 @@ class ResumableFolder:
         """Keep other commands out. Raises `RunError` where one is in."""
         return locked(self.path, self.command)
 
+    @abstractmethod
     def differs(self, how: str) -> None:
         """Refuse to go on from what is here, or forget it. Raises `EnvgymError` where it cannot be forgotten."""
-        raise NotImplementedError
 
     def check_tasks(self, purpose: str, tasks: Sequence[Task], spec: EnvSpec) -> None:
         """Mix no episodes of an environment or of data that have changed since they were played for `purpose`."""
