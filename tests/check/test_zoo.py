@@ -93,6 +93,7 @@ WARNED_OF = {
     "returns.py:NeverEnds": ("episodes", "none ended within 30 turns"),
     "rewards.py:NeverPays": ("reward range", "nothing that was tried was ever rewarded"),
     "rewards.py:PaysTooMuch": ("reward range", "from -5 to 100"),
+    "rewards.py:PaysForEffort": ("trivial answers", "earns a mean score of 0.60"),
     "rewards.py:FindsTheAnswerAnywhere": ("leak", "in the observation in 100%"),
 }
 

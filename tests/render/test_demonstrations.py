@@ -139,3 +139,12 @@ def test_a_demonstration_in_raw_text(chat):
         dialogue.begin(Observation(text="Q: 12 + 34?\nA:"))
         end = renderer.template.end_of_turn
         assert renderer.decode_after(dialogue.add_demonstration(" 46 ")) == f" 46 {end}"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "deepseekv3"])
+def test_a_call_is_written_in_its_own_letters(chat, family):
+    """Also by a template that takes arguments as text, as DeepSeek's does."""
+    dialogue = chat("tekken", family).dialogue()
+    dialogue.begin(asked("1 + 2?", tools=(ADD,)))
+    row = dialogue.add_demonstration(Message("assistant", (), (ToolCall("", "add", {"a": "Zürich 数"}),)))
+    assert '{"a": "Zürich 数"}' in chat("tekken", family).tokenizer.decode(row)

@@ -88,6 +88,14 @@ class Gullible(Sums):
         return super().is_right(text) or '"score": 1.0' in text
 
 
+class PaysForEffort(Sums):
+    """A wrong answer earns more than half."""
+
+    async def step(self, action):
+        score = 1.0 if self.is_right(action.text) else 0.6
+        return None, score, True, False, {"score": score}
+
+
 class PaysTooMuch(Sums):
     """Rewards that are no scores."""
 

@@ -140,6 +140,7 @@ def test_asserts_that_are_no_plain_calls_run_with_the_solution():
         ("METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3", "add", [CallCase]),
         ("def check(candidate):\n    for x in (1,): assert candidate(x, 2) == 3", "add", [AssertCase]),
         ("assert abs(add(1, 2) - 3) < 1e-6", "", [AssertCase]),
+        ("assert abs(add(1, 2) - 3) < 1e-6", "add", [AssertCase]),
         ("assert add(*[1, 2]) == 3", "", [AssertCase]),
         ({"inputs": ["1 2\n"], "outputs": ["3\n"]}, "", [OutputCase]),
         ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, "", [CallCase]),

@@ -371,20 +371,29 @@ def test_a_tool_call_is_never_sent_twice(serving, path, answer, kind):
     assert server.routes == ["seed_session", "look_up"]
 
 
-def test_a_server_that_is_gone_fails_the_episode(serving, path, monkeypatch):
+def test_a_server_that_is_gone_is_tried_again_and_fails_the_episode(serving, path, monkeypatch):
     """Asked over a connection of its own: one that was kept would be lost with the server."""
-    monkeypatch.setattr(nemo_gym, "connector", lambda: aiohttp.TCPConnector(force_close=True))
+    tries = []
+
+    class Counting(aiohttp.TCPConnector):
+        async def connect(self, *args, **kwargs):
+            tries.append(None)
+            return await super().connect(*args, **kwargs)
+
+    monkeypatch.setattr(nemo_gym, "connector", lambda: Counting(force_close=True))
 
     async def main():
         async with serving(tools_server()) as url:
             spec = envgym.spec("nemo_gym", url=url, data={"path": path, "test_fraction": 0})
             await spec.ensure_setup()
             task = await spec.tasks("train").get(0)
+        tries.clear()
         async with spec, spec.make() as env:
             await env.reset(options={"task": task})
 
     with pytest.raises(InvalidOutcome, match="Cannot connect") as failure:
         asyncio.run(main())
+    assert len(tries) == 3
     assert (failure.value.kind, failure.value.retryable) == ("server_unreachable", True)
 
 
