@@ -1,4 +1,4 @@
-"""Every setting by its key, and which of them an unknown key was probably meant to be."""
+"""Every setting by its key; an unknown key is refused with a suggestion of those it was probably meant to be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from envgym.agent import Agent, AgentConfig
-from envgym.errors import EnvgymError
+from envgym.errors import EnvgymError, UnknownKey
 from envgym.learner import Learner, LearnerConfig
 from envgym.registry import load_component
 from envgym.tasks import DataConfig
@@ -102,26 +102,22 @@ def _model_within(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 def meant(key: str, known: Sequence[str]) -> list[str]:
     """Those of the `known` keys that an unknown one was probably meant to be: other programs' names for them, then
-    those that end alike, then those that nearly do."""
+    those that end alike."""
     last = key.rpartition(".")[2].replace("-", "_").lower()
     others = [name for name, other in OTHER_NAMES.items() if last in other and name in known]
-    ends: dict[str, list[str]] = {}
-    for name in known:
-        ends.setdefault(name.rpartition(".")[2], []).append(name)
-    return list(dict.fromkeys(others + ends.get(last, [])))[:3]
+    return list(dict.fromkeys([*others, *(name for name in known if name.rpartition(".")[2] == last)]))[:3]
 
 
-def nearly(key: str, known: Sequence[str]) -> list[str]:
-    """Those of the `known` keys whose last part is nearly that of an unknown one."""
-    last = key.rpartition(".")[2]
-    near = get_close_matches(last, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.7)
-    return [name for name in known if near and name.rpartition(".")[2] == near[0]][:3]
-
-
-def question(names: Sequence[str]) -> str:
-    """` Did you mean …?`, or nothing."""
-    *before, last = [repr(name) for name in names] or [""]
-    return f" Did you mean {', '.join(before)}{' or ' if before else ''}{last}?" if last else ""
+def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
+    """The refusal of an unknown key, with the settings of a run with this stage that it was probably meant to be; those
+    of the same name elsewhere go before those of nearly that name beside it."""
+    known = known_keys(stage)
+    names = meant(error.key, known)
+    if not names and not error.near:
+        near = get_close_matches(error.key.rpartition(".")[2], [key.rpartition(".")[2] for key in known], 1, 0.7)
+        names = [key for key in known if key.rpartition(".")[2] in near][:3]
+    hint = f" Did you mean {' or '.join(map(repr, names))}?" if names else error.near
+    return UnknownKey(error.message, error.key, hint, error.known)
 
 
 def known_keys(stage: Mapping[str, Any]) -> list[str]:

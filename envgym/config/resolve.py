@@ -21,7 +21,7 @@ from envgym.settings import validated
 from envgym.training.run_folder import run_of_checkpoint
 
 from .checks import complete_stage
-from .known_settings import config_class, known_keys, meant, nearly, question
+from .known_settings import config_class, with_suggestion
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
 from .schema import RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, lay, merge, name_alone
@@ -79,9 +79,7 @@ def resolve(
         for stage_config in config.stages:
             complete_stage(stage_config)
     except UnknownKey as error:
-        keys = known_keys(stages[0])
-        hint = question(meant(error.key, keys)) or error.near or question(nearly(error.key, keys))
-        raise UnknownKey(error.message, error.key, hint, error.known) from None
+        raise with_suggestion(error, stages[0]) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config

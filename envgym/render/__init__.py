@@ -5,20 +5,23 @@ sampled is never rendered again: its token ids are kept as the engine returned t
 later is appended to them, or begins a new row where the template would have it otherwise.
 """
 
+from typing import Any, Literal
+
 from .chat import ChatRenderer
 from .dialogue import Dialogue, Extension
-from .load import RenderKind, load_tokenizer, make_renderer
-from .renderer import NoRenderer, Renderer
+from .renderer import NoRenderer, Renderer, load_tokenizer
 from .text import TextRenderer
 
+RenderKind = Literal["auto", "chat", "text"]
+
 __all__ = [
-    "ChatRenderer",
-    "Dialogue",
-    "Extension",
-    "NoRenderer",
-    "RenderKind",
-    "Renderer",
-    "TextRenderer",
-    "load_tokenizer",
+    "ChatRenderer", "Dialogue", "Extension", "NoRenderer", "RenderKind", "Renderer", "TextRenderer", "load_tokenizer",
     "make_renderer",
-]
+]  # fmt: skip
+
+
+def make_renderer(kind: RenderKind, tokenizer: Any) -> Renderer:
+    """The renderer of a kind; `auto` takes the chat template where the tokenizer has one."""
+    if kind == "chat" or (kind == "auto" and tokenizer.chat_template):
+        return ChatRenderer(tokenizer)
+    return TextRenderer(tokenizer)

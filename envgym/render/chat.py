@@ -8,11 +8,10 @@ from typing import Any
 from envgym.errors import ConfigError, InvalidStep, TurnRefused
 from envgym.types import Message, Observation, ToolCall
 
-from .call_formats import Reading
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
 from .template import Template, Written
-from .tool_calls import read_calls
+from .tool_calls import Reading, read_calls
 
 
 class ChatRenderer(Renderer):

@@ -10,8 +10,8 @@ from itertools import chain, count
 
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
-from .call_formats import Reading
 from .renderer import Renderer
+from .tool_calls import Reading
 
 
 @dataclass(frozen=True, slots=True)

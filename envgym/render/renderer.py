@@ -1,13 +1,16 @@
-"""Base of the renderers: the tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
+"""Base of the renderers: loading the tokenizer, exact encoding and decoding in context, the tokens that end a turn."""
 
 from __future__ import annotations
 
+import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from envgym.errors import ConfigError, InvalidStep
+from envgym.errors import ConfigError, InvalidStep, missing_package
 from envgym.types import Observation
 
 if TYPE_CHECKING:
@@ -156,3 +159,32 @@ class NoRenderer(Renderer):
 
     def _open(self, observation: Observation) -> NoReturn:
         self.dialogue()
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model folder or hub id. Raises `ConfigError` where there is none."""
+    try:
+        # With the class that most tokenizers have, torch and all of transformers' models need not be imported.
+        if _is_common(Path(model)):
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+    except ImportError:
+        raise missing_package("transformers", "train", "rendering prompts") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry; the line below says all
+    try:
+        return Tokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]  # its first line may end with "one of:"
+        raise ConfigError(f"model {model}: its tokenizer cannot be loaded ({reason})") from None
+
+
+def _is_common(folder: Path) -> bool:
+    """True where a folder's tokenizer is of transformers' common class, which `tokenizer.json` describes."""
+    try:
+        saved = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(saved, dict) or "auto_map" in saved or not (folder / "tokenizer.json").is_file():
+        return False
+    return saved.get("tokenizer_class") == "TokenizersBackend"

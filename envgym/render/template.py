@@ -6,7 +6,6 @@ call's arguments as text. Nothing here goes by a model's name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 from envgym.errors import InvalidStep
 from envgym.types import Message, ToolCall, ToolSpec
 
-from .call_formats import Format, read_hermes, write_hermes
-from .tool_calls import EXAMPLE, describe, format_of
+from .tool_calls import EXAMPLE, CallForm, Format, describe, find_format, read_hermes, write_hermes
 
 # Words that no template writes by itself.
 QUESTION, ANSWER, QUESTION_2, RESULT = "qx1asked", "qx2said", "qx3again", "qx4result"
@@ -112,16 +110,10 @@ class Template:
         return read_hermes if self._calls is None else self._calls[1]
 
     @cached_property
-    def _calls(self) -> tuple[_CallForm, Format] | None:
+    def _calls(self) -> tuple[CallForm, Format] | None:
         """In which form the template takes calls and in which it writes them; None where it does not, or in a form
         that cannot be read. Then tools are described in words, and called in the Hermes format."""
-        for empty in ("", None):
-            for as_text in (False, True):
-                form = _CallForm(empty, as_text)
-                written = format_of(self.turn(form("", [EXAMPLE])), EXAMPLE.name, EXAMPLE.arguments)
-                if written is not None:
-                    return form, written
-        return None
+        return find_format(self.turn)
 
     @cached_property
     def _writes_both(self) -> bool:
@@ -198,19 +190,3 @@ def _parts(content: str | None) -> list[dict[str, str]]:
 def _common_beginning(one: str, other: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:at]
-
-
-class _CallForm:
-    """The form in which a template takes calls: the content beside them where there is none, arguments as text or
-    not."""
-
-    def __init__(self, empty: str | None, as_text: bool) -> None:
-        self.empty = empty
-        self.as_text = as_text
-
-    def __call__(self, content: str, calls: Sequence[ToolCall]) -> Written:
-        message = Message("assistant", Message.of("assistant", content).content, tuple(calls)).as_dict()
-        message["content"] = content or self.empty
-        for call in message["tool_calls"] if self.as_text else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return message

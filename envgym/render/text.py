@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from envgym.types import Message, Observation
 
-from .call_formats import Reading, read_hermes, write_hermes
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
-from .tool_calls import EXAMPLE, describe, read_calls
+from .tool_calls import EXAMPLE, Reading, describe, read_calls, read_hermes, write_hermes
 
 
 class TextRenderer(Renderer):

@@ -17,11 +17,10 @@ from envgym.errors import DataError
 from envgym.types import Task
 
 from .config import DataConfig, SourceConfig, is_generator
-from .folders import open_rows, test_split_of
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved
 from .reading import KEYS, Form, TaskReader, key_of
-from .rows import Rows, locate
+from .rows import Rows, locate, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
 """Makes the reader of a source's rows: `reader(settings, prefix=…)`."""

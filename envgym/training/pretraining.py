@@ -17,8 +17,7 @@ from envgym.hashing import derived_seed
 from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.tasks.cursor import TaskCursor
-from envgym.tasks.folders import open_rows
-from envgym.tasks.rows import Rows, TextLines
+from envgym.tasks.rows import Rows, TextLines, open_rows
 from envgym.types import Objective, Observation, Task
 
 

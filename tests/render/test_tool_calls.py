@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from envgym.errors import TurnRefused
 from envgym.render import TextRenderer
-from envgym.render.call_formats import (
+from envgym.render.tool_calls import (
     read_argument_tags,
     read_deepseek,
     read_function_tags,
