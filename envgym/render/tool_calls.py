@@ -1,6 +1,6 @@
 """Tool calls in the text of a turn, and the formats that policies write them in: JSON (Hermes and Qwen, Llama 3,
-Mistral, DeepSeek) and tags, one for each argument (Qwen's and NVIDIA's later models, GLM). The format of a chat template
-is found by rendering a probe (`find_format`).
+Mistral, DeepSeek) and tags, one for each argument (Qwen's and NVIDIA's later models, GLM). The format of a chat
+template is found by rendering a probe (`find_format`).
 
 A reader never raises on what a policy wrote: a call that cannot be read comes back with an `error`, one sentence to
 tell the policy.
