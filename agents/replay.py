@@ -15,7 +15,7 @@ class Replay(Agent):
     """Plays the demonstrated turns of a task. It needs no engine, and steps the environment only for the observations
     between two turns: a demonstration is taught as it stands, whatever its reward would be."""
 
-    samples = False
+    uses_policy = False
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         observation, _ = await env.reset(seed=seed, options={"task": task})

@@ -51,7 +51,7 @@ class Agent(ABC):
     """
 
     Config: ClassVar[type[AgentConfig]] = AgentConfig
-    samples: ClassVar[bool] = True
+    uses_policy: ClassVar[bool] = True
     """False for agents that replay recorded answers: no engine is started for them."""
     speaks: ClassVar[Literal["tokens", "messages"]] = "tokens"
     """The form of its requests to an engine: tokens (`generate`), or messages (`chat`), which every API takes."""

@@ -24,8 +24,8 @@ def complete_stage(stage: StageConfig) -> None:
         stage.agent = Component(name=spec.agent, **stage.agent.settings)
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
-    _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.samples)
-    if agent_class.samples:
+    _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
+    if agent_class.uses_policy:
         _check_groups(stage, learner_class)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
         raise ConfigError(f"checkpoint.best={stage.checkpoint.best} is measured by evaluations: set eval.every above 0")

@@ -72,7 +72,7 @@ async def ready_parts(
         folder.check_model(model)
         agents = []
         for part, spec, _ in prepared:
-            if not part.stage.agent_config()[0].samples:  # it plays what is recorded, not the policy
+            if not part.stage.agent_config()[0].uses_policy:  # it plays what is recorded, not the policy
                 part.stage.agent = Component(name=spec.agent)
             agents.append(make_agent(part.stage, model))
         engine, context = await start_sampling(config, stage, list(places.values()), agents[0], model, display)

@@ -81,7 +81,7 @@ class Recorded(Agent):
     stands for each.
     """
 
-    samples = False
+    uses_policy = False
 
     def __init__(self, recordings: Mapping[int, Episode]) -> None:
         super().__init__(NoRenderer(), AgentConfig())

@@ -154,7 +154,7 @@ class Runner:
             await asyncio.gather(*jobs, return_exceptions=True)
         for index, group in enumerate(groups):
             group.episodes = episodes[index * plan.samples : (index + 1) * plan.samples]
-        judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.samples else []
+        judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.uses_policy else []
         changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
         if on_episode is not None:
             for episode in changed.values():
@@ -211,7 +211,7 @@ class Runner:
             await env.acquire()  # waiting for a place is not the episode's own time
             start = time.monotonic()
             # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
-            seed = env_seed if self.agent.samples else derived_seed(env_seed, episode_id)
+            seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
             episode = await run_to_end(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
         except StillRunning:
             is_left = True

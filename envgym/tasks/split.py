@@ -28,11 +28,10 @@ _Reader = Callable[..., TaskReader]
 
 @dataclass(frozen=True, slots=True)
 class TaskSplits:
-    """Train and held-out tasks, which share no prompt; `dropped` train tasks were in a held-out file."""
+    """Train and held-out tasks, which share no prompt."""
 
     train: TaskSet
     test: TaskSet
-    dropped: int = 0
 
 
 def load_tasks(config: DataConfig, *, answer_required: bool = True, form: Form | None = None) -> TaskSplits:
@@ -54,12 +53,11 @@ def load_tasks(config: DataConfig, *, answer_required: bool = True, form: Form |
     else:
         tests = [source.hold_out(held_out) for source in sources]
     trains = [source.train(held_out) for source in sources]
-    dropped = sum(source.dropped for source in sources)
     if len(sources) == 1:
-        return TaskSplits(trains[0], tests[0], dropped)
+        return TaskSplits(trains[0], tests[0])
     weights = [source.weight for source in config.sources.values() if source.weight is not None]
     test = InProportion(tests, weights if len(tests) == len(weights) else [1.0 + (part.size or 0) for part in tests])
-    return TaskSplits(Interleaved(trains, weights) if weights else _Joined(trains), test, dropped)
+    return TaskSplits(Interleaved(trains, weights) if weights else _Joined(trains), test)
 
 
 @dataclass(slots=True)
@@ -122,8 +120,6 @@ class _File:
 class _Source(ABC):
     """One source: what it holds out is collected from all before any says what it trains on."""
 
-    dropped = 0
-
     def __init__(self, settings: SourceConfig, prefix: str, reader: _Reader) -> None:
         self.settings, self.prefix, self.reader = settings, prefix, reader
         self.path = str(settings.path)
@@ -174,11 +170,11 @@ class _Finite(_Source):
         if not left:
             also = self.settings.test_path or "what is held out"
             raise DataError(f"{path}: every prompt is also in {also}, so there is nothing to train on")
-        self.dropped = sum(key in held_out and key not in self._own for key in keys)
-        if self.dropped:
+        dropped = sum(key in held_out and key not in self._own for key in keys)
+        if dropped:
             logging.getLogger(__name__).warning(
                 "%d of the %d tasks of %s are held out elsewhere: they are not trained on",
-                self.dropped,
+                dropped,
                 len(keys),
                 path,
             )

@@ -115,7 +115,7 @@ async def start_components(
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.path else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
-    if agent.samples:
+    if agent.uses_policy:
         lora_rank = adapters["actor"].rank
         sampling = asyncio.create_task(
             start_sampling(config, stage, [context], agent, model, display, lora_rank=lora_rank)

@@ -52,13 +52,13 @@ class Trainer:
         self.stop = Stop()
         self.progress = Progress()
         self.recorder = Recorder(folder, display, stage.steps)
-        self.samples = components.runner.agent.samples
+        self.uses_policy = components.runner.agent.uses_policy
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(components.runner.spec.tasks("train"), run.seed, curriculum)
         self.buffer = Buffer(
-            components.learner.min_group_size if self.samples else 1,
-            needs_reward=self.samples,
-            filter=stage.rollout.filter if self.samples else None,
+            components.learner.min_group_size if self.uses_policy else 1,
+            needs_reward=self.uses_policy,
+            filter=stage.rollout.filter if self.uses_policy else None,
         )
         self.update = Update(components, stage, self.progress)
         self.held_out = HeldOut(self.play, components.runner.spec, components.sampling, stage.eval)
@@ -113,7 +113,7 @@ class Trainer:
     async def roll_out(self) -> list[Group]:
         """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""
         step, config = self.progress.step + 1, self.stage.rollout
-        group_size = config.group_size if self.samples else 1
+        group_size = config.group_size if self.uses_policy else 1
 
         async def play(tasks: Sequence[Task], round: int) -> list[Group]:
             return await self.play(
@@ -136,7 +136,7 @@ class Trainer:
         """Add to the step's record what was played and which groups of it are learned from."""
         record, config = self.progress.record, self.stage.rollout
         record |= rollout_metrics(batch.played) | self.cursor.metrics()
-        if config.filter.on and self.samples:
+        if config.filter.on and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks}
             record["filter/carried_over"] = len(self.buffer)
         self.progress.tokens["sampled"] += record.get("tokens/sampled", 0)
@@ -168,7 +168,7 @@ class Trainer:
         """Play the held-out tasks. The first result stays as `before`, the latest as `after`."""
         step, when = self.progress.step, "before" if self.progress.step == 0 else "after"
         with self.progress.timed("eval"):
-            if self.samples:
+            if self.uses_policy:
                 results = {when: await self.held_out.sampled()}
                 if self.stage.eval.greedy and step in (0, self.stage.steps):
                     results[f"greedy_{when}"] = await self.held_out.greedily()

@@ -42,7 +42,7 @@ class Pays(Env):
 
 
 class OneTurn(Agent):
-    samples = False
+    uses_policy = False
 
     async def run(self, env, task, engine, *, seed):
         await env.reset(seed=seed, options={"task": task})

@@ -149,7 +149,7 @@ def test_who_samples_nothing_is_given_another_seed_each_time_and_the_same_again(
     """It may pick among demonstrations, and members of a group, steps and tasks should not all pick the same."""
 
     class Replaying(OneAnswer):
-        samples = False
+        uses_policy = False
 
     for purpose in ("step-1", "step-2", "step-1"):
         play(make_spec(world), agent=Replaying, purpose=purpose)

@@ -331,7 +331,7 @@ def trainer_of(skip):
 
 
 class OneAgent:
-    samples = True
+    uses_policy = True
 
 
 def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(through_a_checkpoint):
