@@ -208,7 +208,7 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
         state=dict,
     )
     spec = SimpleNamespace(tasks=lambda split: ListTasks([Task("t")]))
-    runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(samples=True), unscored=set())
+    runner = SimpleNamespace(spec=spec, agent=SimpleNamespace(uses_policy=True), unscored=set())
     workers = {"actor": Worker(), "critic": Worker()}
     pretraining = Pretraining(config, renderer, 0)
     components = Components(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)

@@ -66,7 +66,7 @@ class World:
         self.error, self.where = error, where
         self.counts: dict[str, int] = {}
         self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]))
-        self.agent = SimpleNamespace(samples=True)
+        self.agent = SimpleNamespace(uses_policy=True)
         self.unscored: set[str] = set()
         self.learned = threading.Event()
 
