@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config.resolve import resolve
-from .config.words import merge, nested
+from .config.words import nested
 from .monitoring.display import Display
 from .monitoring.terminal import open_display
 
@@ -25,7 +25,7 @@ def train(
     """
     from .training.run import train as run
 
-    config = resolve(_nested(settings), recipe=recipe, file=file)
+    config = resolve(nested(settings.items()), recipe=recipe, file=file)
     with Display() if quiet else open_display() as display:
         return run(config, display=display)
 
@@ -35,16 +35,8 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     `envgym eval` does. Returns what `result.json` holds: see `envgym.evaluation.policy.run_evaluation`."""
     from .evaluation.policy import new_evaluation, run_evaluation
 
-    evaluation = new_evaluation(_nested(settings), suite=suite)
+    evaluation = new_evaluation(nested(settings.items()), suite=suite)
     stage = evaluation.config.stages[-1]
     with Display() if quiet else open_display() as display:
         display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
         return run_evaluation(evaluation, display)
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested ones."""
-    result: dict[str, Any] = {}
-    for key, value in settings.items():
-        result = merge(result, nested(key, value))
-    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 
 def parse_words(words: Sequence[str]) -> dict[str, Any]:
     """`key=value` words, dotted for nested keys, as a nested mapping; later words win. Values are read as YAML."""
-    result: dict[str, Any] = {}
+    pairs = []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key or key.startswith("-"):
@@ -35,15 +35,18 @@ def parse_words(words: Sequence[str]) -> dict[str, Any]:
             value = text  # a template has colons and lines of its own
         if isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
-        result = merge(result, nested(key, value))
+        pairs.append((key, value))
+    return nested(pairs)
+
+
+def nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Settings with dotted keys as a nested mapping; later ones win."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        result = merge(result, value)
     return result
-
-
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """The mapping that holds `value` under a dotted key."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value  # type: ignore[no-any-return]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,12 +99,11 @@ class Dialogue(ABC):
         """The policy took its turn; `reading` is what its text consists of, where that is known."""
 
     @abstractmethod
-    def _on_text(self, text: str) -> None:
-        """Raw text was appended."""
-
-    @abstractmethod
     def _extend(self, observation: Observation) -> Extension:
         """Render new messages."""
+
+    def _on_text(self, text: str) -> None:
+        """Raw text was appended."""
 
     # -- bookkeeping --------------------------------------------------------------------------------------------
 

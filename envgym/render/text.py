@@ -60,9 +60,6 @@ class TextDialogue(Dialogue):
     def _on_policy_turn(self, message: Message, token_ids: Sequence[int], reading: Reading | None) -> None:
         self._cut = len(self._body(token_ids)) == len(token_ids)
 
-    def _on_text(self, text: str) -> None:
-        pass
-
     def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._cut else ""
         return Extension(self.renderer.encode_after(self._last, f"{end}\n{self.renderer.lines(observation.messages)}"))

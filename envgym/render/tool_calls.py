@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from envgym.types import Message, ToolCall, ToolSpec
@@ -329,20 +330,16 @@ EXAMPLE = ToolCall("call00000", "tool_name", {"argument": "value"})
 """The probe, and what policies are shown."""
 
 
-class CallForm:
-    """The form in which a template takes calls: the content beside them where there is none, arguments as text or
-    not."""
+CallForm = Callable[[str, Sequence[ToolCall]], dict[str, Any]]
+"""The form in which a template takes content and calls."""
 
-    def __init__(self, empty: str | None, as_text: bool) -> None:
-        self.empty = empty
-        self.as_text = as_text
 
-    def __call__(self, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        message = Message("assistant", Message.of("assistant", content).content, tuple(calls)).as_dict()
-        message["content"] = content or self.empty
-        for call in message["tool_calls"] if self.as_text else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return message
+def _with_calls(empty: str | None, as_text: bool, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An assistant's message: `empty` in place of a content that says nothing, arguments as text or not."""
+    message = Message("assistant", (), tuple(calls)).as_dict() | {"content": content or empty}
+    for call in message["tool_calls"] if as_text else ():
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return message
 
 
 def find_format(turn: Callable[[dict[str, Any]], str]) -> tuple[CallForm, Format] | None:
@@ -351,7 +348,7 @@ def find_format(turn: Callable[[dict[str, Any]], str]) -> tuple[CallForm, Format
     tools = {EXAMPLE.name: ToolSpec(EXAMPLE.name, "", {"properties": {"argument": {"type": "string"}}})}
     for empty in ("", None):
         for as_text in (False, True):
-            form = CallForm(empty, as_text)
+            form = partial(_with_calls, empty, as_text)
             written = turn(form("", [EXAMPLE]))
             for read in FORMATS:
                 reading = read(written, tools)

@@ -6,7 +6,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -222,17 +222,8 @@ class RowTasks(TaskSet):
         return len(self._indices)
 
     async def get(self, index: int) -> Task:
-        return self[index]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Task:
         number = self._indices[index]
         return self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[index] for index in range(len(self)))
 
 
 class _Joined(TaskSet):
