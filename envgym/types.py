@@ -74,17 +74,18 @@ class Message:
     def text(self) -> str:
         return "".join(part.text for part in self.content)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
 
-        A call's arguments are a mapping, as templates want them; the APIs want them as JSON text.
+        A call's arguments are a mapping, as templates want them, or JSON text, as the APIs do.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
-            result["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
-                for c in self.tool_calls
-            ]
+            result["tool_calls"] = []
+            for call in self.tool_calls:
+                arguments = json.dumps(dict(call.arguments)) if arguments_as_text else dict(call.arguments)
+                function = {"name": call.name, "arguments": arguments}
+                result["tool_calls"].append({"id": call.id, "type": "function", "function": function})
         if self.tool_call_id:
             result["tool_call_id"] = self.tool_call_id
         if self.name:

@@ -73,16 +73,16 @@ class Request:
     def parse(cls, body: Any) -> Request:
         """Raises a `refusal` for what is malformed or cannot be done."""
         check_settings(body, REFUSED)
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise refusal(400, "messages is a list of at least one message")
         try:
             messages = tuple(
                 replace(message, role="system") if message.role == "developer" else message
-                for message in as_messages(_with_reasoning(body["messages"]))
+                for message in as_messages([_with_reasoning(message) for message in body["messages"]])
             )
             tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
-        if not messages or isinstance(body["messages"], str):
-            raise refusal(400, "messages is a list of at least one message")
         limit = checked_limit(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens")
         return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
 
@@ -98,13 +98,9 @@ class Request:
         raise refusal(400, EXHAUSTED[reason], "context_length_exceeded")
 
 
-def _with_reasoning(messages: Any) -> Any:
-    """The messages with the policy's reasoning where it stood: programs may take what is between the tags out of the
-    text, and send it back beside it, as NeMo-Gym's vllm_model does."""
-    return [_with_own_reasoning(message) for message in messages] if isinstance(messages, list) else messages
-
-
-def _with_own_reasoning(message: Any) -> Any:
+def _with_reasoning(message: Any) -> Any:
+    """A message with the policy's reasoning where it stood: programs may take what is between the tags out of the text,
+    and send it back beside it, as NeMo-Gym's vllm_model does."""
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return message
     reasoning, content = message.get("reasoning_content") or message.get("reasoning"), message.get("content") or ""
@@ -123,9 +119,7 @@ class Completion:
 
     def __init__(self, body: Mapping[str, Any], message: Message, generation: Generation, context: list[int]) -> None:
         self._body, self._message, self._generation, self._context = body, message, generation, context
-        self._calls = message.as_dict().get("tool_calls", [])
-        for call in self._calls:  # the API has the arguments as text
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        self._calls = message.as_dict(arguments_as_text=True).get("tool_calls", [])
         self._finish_reason = "tool_calls" if message.tool_calls else "stop"
         if generation.stop_reason is StopReason.LENGTH:
             self._finish_reason = "length"

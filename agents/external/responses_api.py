@@ -196,11 +196,7 @@ def with_tokens(
     log_probs: Sequence[float],
 ) -> list[Item]:
     """The items of one model call with its tokens on the last: what it was sampled after [P], what was sampled [T],
-    and its log-probabilities [T] in nats. Raises `ValueError` where the lengths differ or there is no item."""
-    if len(generation_token_ids) != len(log_probs):
-        raise ValueError(f"{len(log_probs)} log-probabilities for {len(generation_token_ids)} tokens")
-    if not items:
-        raise ValueError("tokens belong to an item, and the call has none")
+    and its log-probabilities [T] in nats."""
     values = ([int(t) for t in prompt_token_ids], [int(t) for t in generation_token_ids], [float(p) for p in log_probs])
     return [*items[:-1], {**items[-1], **dict(zip(TOKEN_FIELDS, values, strict=True))}]
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.render.tool_calls import written_call
-from envgym.services.completions import ChatCompletions, first_choice, usage_of
+from envgym.services.chat import ChatCompletions, first_choice, usage_of
+from envgym.services.declarations import Chat
 from envgym.services.http import Refused, Unreachable
 from envgym.types import Message, StopReason, TextPart, ToolCall
 
@@ -31,36 +32,14 @@ QUESTION = Message.of("user", "Reply with the word OK.")
 class OpenAIEngine(ChatEngine):
     """Asks `POST BASE_URL/chat/completions`, from one event loop.
 
-    `model` is the name that the server knows it by; the other settings are those of `EngineConfig`. A request that the
-    network or the server fails is tried again, `tries` times in all. `counters` counts requests, retries,
-    failures, prompt_tokens, completion_tokens. Raises `ConfigError` where the key's variable is not set.
+    A request that the network or the server fails is tried again, `api.tries` times in all. `counters` counts requests,
+    retries, failures, prompt_tokens, completion_tokens. Raises `ConfigError` where the key's variable is not set.
     """
 
-    def __init__(
-        self,
-        model: str,
-        base_url: str,
-        *,
-        api_key_env: str = "",
-        timeout: float,
-        tries: int,
-        concurrency: int,
-        requests_per_minute: float | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, api: Chat) -> None:
         self.counters: Counter[str] = Counter()
-        self._key_variable = api_key_env
-        self._api = ChatCompletions(
-            model,
-            base_url,
-            self.counters,
-            api_key_env=api_key_env,
-            timeout=timeout,
-            tries=tries,
-            concurrency=concurrency,
-            requests_per_minute=requests_per_minute,
-            extra=extra or {},
-        )
+        self._key_variable = api.api_key_env
+        self._api = ChatCompletions(api, self.counters)
 
     async def check(self, sampling: SamplingParams) -> str:
         """Ask one short question as all others will be asked, once. Returns why it was not answered where that may

@@ -1,4 +1,4 @@
-"""The client of a language model behind an OpenAI-compatible API, which keeps repeatable answers."""
+"""Chat completions of an OpenAI-compatible API, and the client of environments, which keeps repeatable answers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,92 @@ import hashlib
 import json
 import os
 import tempfile
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome
-from envgym.types import as_messages
+from envgym.errors import ConfigError, InvalidOutcome, missing_package
+from envgym.types import Message, as_messages
 
 from .client import ChatClient, Conversation
-from .completions import ChatCompletions, first_choice
 from .declarations import Chat
+from .http import JsonCaller, api_key
+
+try:
+    import httpx
+    import openai
+except ImportError:
+    raise missing_package("openai", "api", "an OpenAI-compatible API") from None
 
 IN_MEMORY = 20_000
 """Repeatable answers kept in memory; the longest unused goes first."""
+
+
+class ChatCompletions(JsonCaller):
+    """Asks `POST BASE_URL/chat/completions`, by the openai SDK over our own httpx client and retry policy.
+
+    Raises `ConfigError` where the key's variable is not set.
+    """
+
+    def __init__(self, chat: Chat, counters: Counter[str]) -> None:
+        name = f"{chat.model} at {chat.base_url}"
+        super().__init__(
+            name,
+            counters,
+            secret=api_key(chat.api_key_env, name),
+            timeout=chat.timeout,
+            tries=chat.tries,
+            concurrency=chat.concurrency,
+            requests_per_minute=chat.requests_per_minute,
+        )
+        self._chat = chat
+        # The key is not the SDK's to know: it is one of the headers that our client sets.
+        self._sdk = openai.AsyncOpenAI(base_url=chat.base_url, api_key="unused", http_client=self.client, max_retries=0)
+
+    def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
+        """The body of a request, with fields added or replaced by `extra`; those that are None are left out."""
+        written = [message.as_dict(arguments_as_text=True) for message in messages]
+        body = {"model": self._chat.model, "messages": written, **fields, **self._chat.extra}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def ask(
+        self, body: Mapping[str, Any], *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
+    ) -> Any:
+        """The API's answer; see `post`. Counts its tokens."""
+        answer = await self.post("/chat/completions", body, wrong=wrong, tries=tries)
+        self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
+        return answer
+
+    async def _send(self, url: str, content: bytes) -> httpx.Response:
+        failure: BaseException
+        try:
+            response: httpx.Response = await self._sdk.post(url, content=content, cast_to=httpx.Response)
+            return response
+        except openai.APIStatusError as error:
+            response = error.response
+            return response
+        except openai.APIConnectionError as error:
+            failure = error.__cause__ or error
+        raise failure  # as httpx raised it, with the causes below it
+
+
+def first_choice(answer: Any) -> Mapping[str, Any] | None:
+    """The first choice of an answer, which then has a `message`; None where there is none."""
+    try:
+        choice = answer["choices"][0]
+        return choice if isinstance(choice["message"], dict) else None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def usage_of(answer: Any) -> dict[str, int | None]:
+    """`prompt_tokens` and `completion_tokens`; None for what the API does not say, or is no number of tokens."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    counts = {
+        name: usage.get(name) if isinstance(usage, dict) else None for name in ("prompt_tokens", "completion_tokens")
+    }
+    return {name: count if type(count) is int and 0 <= count < 2**31 else None for name, count in counts.items()}
 
 
 class OpenAIChatClient(ChatClient):
@@ -39,8 +111,7 @@ class OpenAIChatClient(ChatClient):
                 self._cache.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"cache_dir: {self._cache} cannot be made: {error.strerror}") from None
-        settings = chat.model_dump(exclude={"cache_dir"})
-        self._api = ChatCompletions(counters=self.counters, **settings)
+        self._api = ChatCompletions(chat, self.counters)
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._asking: dict[str, asyncio.Task[str]] = {}
 

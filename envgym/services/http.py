@@ -1,4 +1,7 @@
-"""JSON requests to a service over httpx: one policy for tries and rates, and every failure as one clear line."""
+"""JSON requests to a service over httpx: one policy for tries and rates, and every failure as one clear line.
+
+API keys and tokens are read from a variable or a file; none is ever a setting.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from envgym.errors import InvalidOutcome, missing_package
+from envgym.errors import ConfigError, InvalidOutcome, missing_package
 from envgym.isolation.deadline import pause_timeouts
 
 try:
@@ -173,6 +177,34 @@ class JsonCaller:
 
     def _hide(self, message: str) -> str:
         return message.replace(self._secret, "[secret]") if self._secret else message
+
+
+def api_key(variable: str, api: str) -> str:
+    """The key that the environment variable holds; empty where none is named. Raises `ConfigError` where it is not
+    set or no key; `api` says in the message whose key it is."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise ConfigError(f"{api}: the environment variable {variable}, which should hold its API key, is not set")
+    if not _is_token(key):
+        raise ConfigError(f"{api}: the environment variable {variable} must hold one API key and nothing else")
+    return key
+
+
+def read_token(file: str) -> str:
+    """The token in a file. Raises `ConfigError` where there is none."""
+    try:
+        token = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"token file {file} cannot be read: {reason}") from None
+    if not token or not _is_token(token):
+        raise ConfigError(f"token file {file} must hold one token and nothing else")
+    return token
+
+
+def _is_token(text: str) -> bool:
+    """True for a text that can stand in a header."""
+    return text.isascii() and not any(character.isspace() for character in text)
 
 
 class _TryAgain(Exception):

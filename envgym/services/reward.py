@@ -1,10 +1,13 @@
-"""The client of a reward model in a worker process."""
+"""The clients of reward models: in a worker process, and behind HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
@@ -13,7 +16,8 @@ from envgym.workers.runtime import Runtime, WorkerHandle
 
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Text, preference
-from .declarations import RewardModel
+from .declarations import RewardEndpoint, RewardModel
+from .http import JsonCaller, Refused, read_token
 
 BATCHES_A_ROUND = 8
 """Batches of a reward model sent to its worker together, which sorts them by length."""
@@ -103,3 +107,126 @@ class RewardModelClient(RewardClient):
         self.counters["cut"] += cut
         metrics = {"cut": float(cut)} if self._declared.too_long == "cut" else {}
         return Assessment(reward, preference(reward), metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A conversation as it is written for an endpoint."""
+
+    query: Text
+    prompt: str
+    label: Any
+
+    @property
+    def order(self) -> str:
+        return repr((self.query, self.prompt, self.label))
+
+
+class RewardEndpointClient(RewardClient):
+    """Asks servers of the `/get_reward` form, in turn, what concurrent episodes ask for.
+
+    Raises `ConfigError` where the token file cannot be read.
+    """
+
+    def __init__(self, declared: RewardEndpoint) -> None:
+        super().__init__()
+        self._declared = declared
+        secret = "" if declared.token_file is None else read_token(declared.token_file)
+        self._callers = {
+            url: JsonCaller(
+                f"reward endpoint {url}",
+                self.counters,
+                secret=secret,
+                timeout=declared.timeout,
+                tries=declared.tries,
+                concurrency=declared.concurrency,
+            )
+            for url in declared.urls
+        }
+        self._next_url = cycle(declared.urls)
+        self._batcher: Batcher[Query, Assessment] = Batcher(
+            self._send,
+            size=declared.batch_size,
+            key=lambda query: query.order,
+            in_flight=declared.concurrency * len(declared.urls),
+        )
+
+    async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
+        return await self._at_home(self._batcher.submit(self._query(conversation, label)))
+
+    async def close(self) -> None:
+        await self._batcher.close()
+        await asyncio.gather(*(caller.close() for caller in self._callers.values()))
+
+    def _query(self, conversation: Conversation, label: Any) -> Query:
+        template = self._declared.template
+        if isinstance(conversation, str):
+            return Query(conversation, "", label)
+        messages = [message.as_dict() for message in as_messages(conversation)]
+        answer = str(messages[-1]["content"])
+        prompt = "\n".join(str(message["content"]) for message in messages[:-1])
+        if template is None:
+            return Query(messages, prompt, label)
+        before, _, after = template.partition("{answer}")
+        return Query(before.replace("{prompt}", prompt) + answer + after.replace("{prompt}", prompt), prompt, label)
+
+    async def _send(self, queries: list[Query]) -> Sequence[Assessment | Exception]:
+        url = next(self._next_url)
+        try:
+            return await self._ask(url, queries)
+        except Refused as refusal:
+            if refusal.status not in (400, 413, 422) or len(queries) == 1:
+                raise
+        # One of them is not acceptable (too long, say): the others are not to fail with it.
+        return await asyncio.gather(*(self._ask_alone(url, query) for query in queries))
+
+    async def _ask_alone(self, url: str, query: Query) -> Assessment | Exception:
+        try:
+            [assessment] = await self._ask(url, [query])
+        except InvalidOutcome as failure:
+            return failure
+        return assessment
+
+    async def _ask(self, url: str, queries: Sequence[Query]) -> list[Assessment]:
+        body = {
+            "query": [query.query for query in queries],
+            "prompts": [query.prompt for query in queries],
+            "labels": [query.label for query in queries],
+        }
+        return _assessments(await self._callers[url].post(url, body), len(queries), url)
+
+
+def _assessments(answer: Any, count: int, url: str) -> list[Assessment]:
+    """The assessments in a server's answer. Raises `InvalidOutcome` where that is not one finite number for each."""
+    body = answer if isinstance(answer, Mapping) else {}
+    rewards = _numbers(body.get("rewards", body.get("scores")), count)
+    if rewards is None:
+        raise InvalidOutcome(
+            "service", f'reward endpoint {url} does not answer {{"rewards": […]}} with {count} finite numbers'
+        )
+    scores = _numbers(body.get("scores"), count)
+    logs = body.get("extra_logs")
+    metrics = {}
+    for name, value in logs.items() if isinstance(logs, Mapping) else ():
+        numbers = _numbers(value if isinstance(value, list) else [value] * count, count)
+        if numbers is not None:
+            metrics[str(name)] = numbers
+    return [
+        Assessment(
+            reward,
+            score=scores[index] if scores is not None and 0 <= scores[index] <= 1 else None,
+            metrics={name: numbers[index] for name, numbers in metrics.items()},
+        )
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def _numbers(value: Any, count: int) -> list[float] | None:
+    """`count` finite numbers; each may stand in a list of its own, and a single one alone. Else None."""
+    values = value if isinstance(value, list) else [value]
+    values = [entry[0] if isinstance(entry, list) and len(entry) == 1 else entry for entry in values]
+    if len(values) != count:
+        return None
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in values):
+        return None
+    return [float(number) for number in values]

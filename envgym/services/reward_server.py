@@ -10,29 +10,33 @@ A query is text or a list of chat messages; prompts and labels are not read. Sco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import os
+import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from envgym.errors import InvalidOutcome, RunError, WorkerDied
+from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied
 from envgym.remote.access import refuse_web_pages
-from envgym.remote.admission import Arriving
+from envgym.remote.admission import read_json
 from envgym.remote.listening import listen, stop_signals
 from envgym.remote.wire import Problem
 from envgym.types import as_messages
 from envgym.workers.local import LocalRuntime
 
 from .client import Conversation, RewardClient
-from .credentials import made_token, read_token
 from .declarations import RewardModel
+from .http import read_token
 from .reward import RewardModelClient
 
 MAX_BODY = 32 * 2**20
@@ -87,6 +91,28 @@ async def serve_model(
     shutil.rmtree(logs, ignore_errors=True)
 
 
+@contextmanager
+def made_token(name: str) -> Iterator[tuple[str, str]]:
+    """A new token, and the file that holds it, which only this user can read; the file goes with the server."""
+    folder = Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / "tokens"
+    path = folder / name
+    token = secrets.token_urlsafe(32)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file"
+        ) from None
+    try:
+        yield token, str(path)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 class RewardServer:
     """The routes over one reward model. `dead` is set when its worker is gone."""
 
@@ -120,7 +146,7 @@ class RewardServer:
         )
         for index, result in enumerate(assessed):
             if isinstance(result, InvalidOutcome):
-                raise _Problem(503 if result.retryable else 422, f"query {index}: {result}")
+                raise _problem(503 if result.retryable else 422, f"query {index}: {result}")
             if isinstance(result, BaseException):
                 raise result
         answers = [result for result in assessed if not isinstance(result, BaseException)]
@@ -131,29 +157,16 @@ class RewardServer:
         return web.json_response({"rewards": rewards, "scores": scores, "extra_logs": logs})
 
     async def _queries(self, request: web.Request) -> list[Conversation]:
-        # Web pages can make a browser post plain text to a loopback address, but not JSON.
-        if request.content_type != "application/json":
-            raise _Problem(415, "send the body as application/json")
-        arriving = Arriving(MAX_BODY)
         try:
-            async with asyncio.timeout(READ_SECONDS):
-                async for part in request.content.iter_any():
-                    arriving.add(part)
-            body = json.loads(arriving.whole())
-        except OverflowError:
-            raise _Problem(413, f"a body has at most {MAX_BODY} bytes") from None
-        except BufferError:
-            raise _Problem(503, "too much arrives at once; send it again") from None
-        except TimeoutError:
-            raise _Problem(408, f"the body did not arrive within {READ_SECONDS:g} s") from None
+            body = json.loads(await read_json(request, MAX_BODY, READ_SECONDS))
         except (ValueError, RecursionError):
-            raise _Problem(400, "the body is not JSON") from None
+            raise _problem(400, "the body is not JSON") from None
         queries = body.get("query") if isinstance(body, dict) else None
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list):
-            raise _Problem(422, 'the body is {"query": [text or messages, …]}')
+            raise _problem(422, 'the body is {"query": [text or messages, …]}')
         if len(queries) > MAX_QUERIES:
-            raise _Problem(413, f"at most {MAX_QUERIES} queries in a request, not {len(queries)}")
+            raise _problem(413, f"at most {MAX_QUERIES} queries in a request, not {len(queries)}")
         return [_conversation(query, index) for index, query in enumerate(queries)]
 
     @web.middleware
@@ -167,10 +180,8 @@ class RewardServer:
             elif request.path != "/healthz":
                 self._check_token(self._token, request.headers.get("Authorization", ""))
             return await handler(request)
-        except Problem as refusal:
-            return web.json_response({"error": str(refusal)}, status=refusal.status)
-        except _Problem as problem:
-            return web.json_response({"error": problem.message}, status=problem.status)
+        except Problem as problem:
+            return web.json_response({"error": str(problem)}, status=problem.status)
         except web.HTTPException as error:  # no such route, method or room
             return web.json_response({"error": f"{error.status} {error.reason.lower()}"}, status=error.status)
         except WorkerDied:
@@ -185,14 +196,11 @@ class RewardServer:
         # Compared as bytes and in constant time: a header may hold anything.
         expected = token.encode()
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), expected):
-            raise _Problem(401, "send the server's token: Authorization: Bearer TOKEN")
+            raise _problem(401, "send the server's token: Authorization: Bearer TOKEN")
 
 
-class _Problem(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+def _problem(status: int, detail: str) -> Problem:
+    return Problem(status, "invalid-request", detail)
 
 
 def _conversation(query: Any, index: int) -> Conversation:
@@ -203,7 +211,7 @@ def _conversation(query: Any, index: int) -> Conversation:
             raise TypeError(f"text or a list of messages, not {type(query).__name__}")
         return as_messages(query)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise _Problem(422, f"query {index}: {str(error)[:200]}") from None
+        raise _problem(422, f"query {index}: {str(error)[:200]}") from None
 
 
 async def _first(one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> bool:

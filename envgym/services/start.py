@@ -129,7 +129,7 @@ def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool)
 
         return RewardModelClient(declared, f"service-{name}", runtime, deterministic=deterministic)
     if isinstance(declared, RewardEndpoint):
-        from .reward_endpoint import RewardEndpointClient
+        from .reward import RewardEndpointClient
 
         return RewardEndpointClient(declared)
     if isinstance(declared, Chat):

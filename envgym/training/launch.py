@@ -19,7 +19,7 @@ from envgym.errors import ConfigError
 from envgym.learner import Learner
 from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
-from envgym.services import Services, start_services
+from envgym.services import Chat, Services, start_services
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
@@ -252,16 +252,9 @@ async def start_api(
     from envgym.engines.openai import OpenAIEngine
 
     settings = stage.engine
-    assert settings.base_url is not None, "the configuration was checked"
+    fields = {"base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra"}
     engine = OpenAIEngine(
-        model,
-        settings.base_url,
-        api_key_env=settings.api_key_env,
-        timeout=settings.timeout,
-        tries=settings.tries,
-        concurrency=stage.rollout.concurrency,
-        requests_per_minute=settings.requests_per_minute,
-        extra=settings.extra,
+        Chat(model=model, concurrency=stage.rollout.concurrency, **settings.model_dump(include=fields))
     )
     contexts[0].closing.push_async_callback(engine.close)
     display.phase(f"asking {settings.base_url} for {model}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -16,8 +16,9 @@ from envgym.services import Chat, ChatClient, Service
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Judgement, Message, Task, as_messages
 
-from .prompts import Question, ranking_prompt, scoring_prompt
-from .replies import ReplyReader, ranking_in, score_in
+from .prompts import Question, ranking_in, ranking_prompt, score_in, scoring_prompt
+
+Found = TypeVar("Found")
 
 
 class JudgeConfig(DataEnvConfig):
@@ -106,32 +107,28 @@ class JudgeSpec(DataEnvSpec):
         """The judge's grade of one answer, from 0 to 1. Raises `InvalidOutcome` of kind `judge` where it gives none."""
         config = self.config
         prompt = scoring_prompt(_question(task, config.rubric), answer, config.lowest, config.highest)
-        reader = ReplyReader(
-            lambda reply: score_in(reply, config.lowest, config.highest),
-            f'{{"score": N}}, where N is a number from {config.lowest:g} to {config.highest:g}',
-        )
-        grade: float = await self._ask(prompt, reader, seed=0)
+        form = f'{{"score": N}}, where N is a number from {config.lowest:g} to {config.highest:g}'
+        grade = await self._ask(prompt, lambda reply: score_in(reply, config.lowest, config.highest), form, seed=0)
         return (grade - config.lowest) / (config.highest - config.lowest)
 
     async def rank(self, task: Task, answers: Sequence[str]) -> tuple[list[float], float]:
         """Each answer's worth against the others, 1 (always best) to 0 (always worst), and the share of pairs that were
         put in the same order whichever way they were shown (1 with one order)."""
+        form = f'{{"ranking": [N, …]}} with the numbers 1 to {len(answers)}, best first, each once'
         rankings = []
         for number in range(self.config.orders):
             shown = order_of(task.key, answers, number)
             prompt = ranking_prompt(_question(task, self.config.rubric), [answers[index] for index in shown])
-            reader = ReplyReader(
-                lambda reply: ranking_in(reply, len(answers)),
-                f'{{"ranking": [N, …]}} with the numbers 1 to {len(answers)}, best first, each once',
-            )
-            best_first: list[int] = await self._ask(prompt, reader, seed=number)
+            best_first = await self._ask(prompt, lambda reply: ranking_in(reply, len(answers)), form, seed=number)
             rankings.append([shown[place - 1] for place in best_first])
         return standing(rankings), agreement(rankings)
 
-    async def _ask(self, prompt: str, reader: ReplyReader, seed: int) -> Any:
-        """The content of the judge's reply; a reply that cannot be read is answered with the form it should have."""
+    async def _ask(self, prompt: str, read: Callable[[str], Found | None], form: str, seed: int) -> Found:
+        """The content of the judge's reply; one that `read` returns None for is answered with the form it should
+        have."""
         client: ChatClient = self.clients["judge"]
         messages = [Message.of("user", prompt)]
+        reminder = f"That cannot be read. Reply with nothing but one line of JSON: {form}."
         config = self.config
         for _ in range(config.asks):
             try:
@@ -143,9 +140,9 @@ class JudgeSpec(DataEnvSpec):
                 )
             except InvalidOutcome as error:
                 raise InvalidOutcome("judge", str(error), retryable=error.retryable) from None
-            if (found := reader.read(reply)) is not None:
+            if (found := read(reply)) is not None:
                 return found
-            messages += [Message.of("assistant", reply), Message.of("user", reader.reminder)]
+            messages += [Message.of("assistant", reply), Message.of("user", reminder)]
         raise InvalidOutcome("judge", f"the judge's reply cannot be read: {reply.strip()[-120:]!r}")
 
 

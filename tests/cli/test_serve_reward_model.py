@@ -21,7 +21,7 @@ import pytest
 from envgym.errors import InvalidOutcome
 from envgym.services import RewardEndpoint
 from envgym.services.client import Assessment, RewardClient
-from envgym.services.reward_endpoint import RewardEndpointClient
+from envgym.services.reward import RewardEndpointClient
 from envgym.services.reward_server import RewardServer
 from envgym.services.reward_worker import RewardWorker
 

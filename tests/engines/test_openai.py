@@ -25,7 +25,7 @@ from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.rollout.runner import SamplingPlan
-from envgym.services import http
+from envgym.services import Chat, http
 from envgym.training.launch import make_agent, make_runner, running, set_up, start_sampling
 from envgym.training.run_folder import RunFolder
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
@@ -58,7 +58,7 @@ def ask(serving, handler, *, tools=(), sampling=SAMPLING, check=False, messages=
     async def main():
         async with serving(handler) as url:
             settings_of = {"timeout": 5.0, "tries": 3, "concurrency": 4, "api_key_env": "TEST_KEY", **settings}
-            engine = OpenAIEngine("m", f"{url}/v1", **settings_of)
+            engine = OpenAIEngine(Chat(model="m", base_url=f"{url}/v1", **settings_of))
             request = ChatRequest("eval/1.0000", messages or (Message.of("user", "?"),), tuple(tools), sampling)
             try:
                 return await (engine.check(sampling) if check else engine.chat(request)), engine.counters
@@ -333,7 +333,7 @@ def test_what_may_pass_is_only_told(serving):
 def test_nobody_there_and_no_key(monkeypatch):
     async def main():
         settings = {"timeout": 5.0, "tries": 3, "concurrency": 4}
-        engine = OpenAIEngine("m", "http://127.0.0.1:1/v1", **settings)
+        engine = OpenAIEngine(Chat(model="m", base_url="http://127.0.0.1:1/v1", **settings))
         with pytest.raises(
             ConfigError, match=r"cannot be reached .*is engine.base_url right, and the server running\?"
         ):
@@ -344,7 +344,7 @@ def test_nobody_there_and_no_key(monkeypatch):
         await engine.close()
         monkeypatch.delenv("TEST_KEY")
         with pytest.raises(ConfigError, match="environment variable TEST_KEY, which should hold its API key, is not"):
-            OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key_env="TEST_KEY", **settings)
+            OpenAIEngine(Chat(model="m", base_url="http://127.0.0.1:1/v1", api_key_env="TEST_KEY", **settings))
 
     asyncio.run(main())
 

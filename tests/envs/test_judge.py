@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.envs.judge import JudgeSpec, agreement, order_of, standing
-from envgym.envs.judge.prompts import Question, mark_for, ranking_prompt, scoring_prompt
-from envgym.envs.judge.replies import ranking_in, score_in
+from envgym.envs.judge.prompts import Question, mark_for, ranking_in, ranking_prompt, score_in, scoring_prompt
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import http, start_services
 from envgym.types import Episode, Message, Outcome, Task

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.services import RewardEndpoint, http
-from envgym.services.reward_endpoint import RewardEndpointClient
+from envgym.services.reward import RewardEndpointClient
 
 CONVERSATION = [
     {"role": "system", "content": "Add."},
