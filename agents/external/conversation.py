@@ -164,12 +164,10 @@ class Conversation:
     ) -> Episode:
         """The episode as a whole, truncated where the policy could say no more. The reward is the turn's that was
         sampled last."""
-        self.turns[-1].reward = reward
         whole = Transcript(None)
-        whole.rows = self.rows
-        whole.score, whole.answer = info.get("score"), info.get("answer")
-        whole.metrics = {**(info.get("metrics") or {}), "calls": float(len(self.turns))}
-        whole.messages = messages
+        whole.rows, whole.messages = self.rows, messages
+        whole.paid(reward, info)
+        whole.metrics["calls"] = float(len(self.turns))
         return whole.episode(task, outcome if self.limit is None else Outcome.truncated(self.limit))
 
 

@@ -21,7 +21,7 @@ class Batcher(Generic[Item, Result]):
     """Calls `send` with the items of many callers and hands each its result.
 
     While a batch is being sent the next one fills, so that it grows with the load. At most `size` items are in a
-    batch, the longest waiting first, ordered by `key`; at most `in_flight` batches are sent at once. `send` returns
+    batch, the longest waiting first, ordered by their `repr`; at most `in_flight` batches are sent at once. `send` returns
     a result or an exception for each item, in order; one that raises fails all of them.
     """
 
@@ -30,12 +30,10 @@ class Batcher(Generic[Item, Result]):
         send: Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]],
         *,
         size: int,
-        key: Callable[[Item], Any],
         in_flight: int = 1,
     ) -> None:
         self._send = send
         self._size = size
-        self._key = key
         self._slots = asyncio.Semaphore(in_flight)
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,7 +62,7 @@ class Batcher(Generic[Item, Result]):
             await self._fill()
             self._waiting = [entry for entry in self._waiting if not entry[1].done()]  # a caller's deadline has passed
             batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
-            task = asyncio.create_task(self._deliver(sorted(batch, key=lambda entry: self._key(entry[0]))))
+            task = asyncio.create_task(self._deliver(sorted(batch, key=lambda entry: repr(entry[0]))))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -75,10 +75,6 @@ class RewardClient(Client, ABC):
         """The reward of one conversation."""
         return (await self.assess(conversation)).reward
 
-    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
-        """The rewards of several, in order."""
-        return list(await asyncio.gather(*(self.score_one(conversation) for conversation in conversations)))
-
 
 class ChatClient(Client, ABC):
     """Answers conversations."""

@@ -36,9 +36,7 @@ class RewardModelClient(RewardClient):
         self._runtime = runtime
         self._deterministic = deterministic
         self._starting: asyncio.Task[WorkerHandle] | None = None
-        self._batcher: Batcher[Text, Assessment] = Batcher(
-            self._send, size=BATCHES_A_ROUND * declared.batch_size, key=repr
-        )
+        self._batcher: Batcher[Text, Assessment] = Batcher(self._send, size=BATCHES_A_ROUND * declared.batch_size)
 
     async def assess(self, conversation: Conversation, *, label: Any = None) -> Assessment:
         text = conversation if isinstance(conversation, str) else [m.as_dict() for m in as_messages(conversation)]
@@ -117,10 +115,6 @@ class Query:
     prompt: str
     label: Any
 
-    @property
-    def order(self) -> str:
-        return repr((self.query, self.prompt, self.label))
-
 
 class RewardEndpointClient(RewardClient):
     """Asks servers of the `/get_reward` form, in turn, what concurrent episodes ask for.
@@ -147,7 +141,6 @@ class RewardEndpointClient(RewardClient):
         self._batcher: Batcher[Query, Assessment] = Batcher(
             self._send,
             size=declared.batch_size,
-            key=lambda query: query.order,
             in_flight=declared.concurrency * len(declared.urls),
         )
 

@@ -54,7 +54,7 @@ def test_episodes_share_a_worker_and_its_batches_and_a_run_ends_with_it(tiny_rew
             [pid] = set(pids()) - set(before)
             client = spec.clients["helpful"]
             assert spec.clients["again"] is client
-            rewards = await client.score(texts)
+            rewards = await asyncio.gather(*(client.score_one(text) for text in texts))
             assert client.counters["requests"] == 40
             assert client.counters["rounds"] == 1
             assert [await client.score_one(text) for text in texts[:3]] == pytest.approx(rewards[:3], abs=1e-5)
