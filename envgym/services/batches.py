@@ -21,8 +21,8 @@ class Batcher(Generic[Item, Result]):
     """Calls `send` with the items of many callers and hands each its result.
 
     While a batch is being sent the next one fills, so that it grows with the load. At most `size` items are in a
-    batch, the longest waiting first, ordered by their `repr`; at most `in_flight` batches are sent at once. `send` returns
-    a result or an exception for each item, in order; one that raises fails all of them.
+    batch, the longest waiting first, ordered by their `repr`; at most `in_flight` batches are sent at once. `send`
+    returns a result or an exception for each item, in order; one that raises fails all of them.
     """
 
     def __init__(
