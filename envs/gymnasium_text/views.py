@@ -1,4 +1,4 @@
-"""A Gymnasium environment in words: its rules, its state, and its actions.
+"""A Gymnasium environment in words: its rules, its state, and its actions, which are read out of answers.
 
 `GenericView` reads the rules from the class's documentation and shows the text rendering or the observation.
 """
@@ -9,11 +9,10 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import ConfigError
-
-from .actions import reader_of
 
 if TYPE_CHECKING:
     import gymnasium
@@ -89,8 +88,7 @@ class GenericView(View):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self._reader = reader_of(env.action_space)
-        self.hint = self._reader.hint
+        self.hint, self._read = reader_of(env.action_space)
         name = env.spec.id if env.spec is not None else type(self.world).__name__
         self.rules = f"You are playing {name}.\n\n{documented_rules(type(self.world))}".rstrip()
 
@@ -99,7 +97,7 @@ class GenericView(View):
         return seen if reward is None else f"Reward: {reward:g}\n{seen}"
 
     def read(self, answer: str) -> Any:
-        return self._reader.read(answer)
+        return self._read(answer)
 
     def write(self, action: int) -> str:
         return str(action)
@@ -144,15 +142,95 @@ def written(observation: Any) -> str:
 
 def check_writable(space: Any) -> None:
     """Raise `ConfigError` for a space whose observations are too large to write out."""
-    if (count := _numbers(space)) > MOST_NUMBERS:
+    if (count := _size(space)) > MOST_NUMBERS:
         raise ConfigError(
             f"its observations are of {count} numbers, which text cannot show: wrap the environment so that it "
             "renders text (render mode ansi) or observes less"
         )
 
 
-def _numbers(space: Any) -> int:
+def _size(space: Any) -> int:
     parts = getattr(space, "spaces", None)
     if parts is not None:
-        return sum(_numbers(part) for part in (parts.values() if hasattr(parts, "values") else parts))
+        return sum(_size(part) for part in (parts.values() if hasattr(parts, "values") else parts))
     return math.prod(map(int, getattr(space, "shape", None) or ()))
+
+
+# -- actions ------------------------------------------------------------------------------------------------
+
+_INTEGER = re.compile(r"(?<![\w.])-?\d{1,18}(?!\w|\.\d)")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!\w)")
+
+
+Reader = tuple[str, Callable[[str], Any]]
+"""Explanation of how the actions of one space are written, and a function to read them: it returns the action that an
+answer means, or None where it means none of this space."""
+
+
+def reader_of(space: Any) -> Reader:
+    """A reader of the actions of `space`. Raises `ConfigError` for kinds of space that no answer can write."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return _one_number(space)
+    if isinstance(space, spaces.Box):
+        import numpy as np
+
+        low, high = space.low.flatten(), space.high.flatten()
+        if np.all(low == low[0]) and np.all(high == high[0]):
+            return _numbers(space, f"between {low[0]:g} and {high[0]:g}")
+        return _numbers(space, f"between {low.tolist()} and {high.tolist()}")
+    if isinstance(space, spaces.MultiDiscrete):
+        return _numbers(space, f"from {space.start.flatten().tolist()} to below {(space.start + space.nvec).tolist()}")
+    if isinstance(space, spaces.MultiBinary):
+        return _numbers(space, "that are 0 or 1")
+    if isinstance(space, spaces.Text):
+        return _any_text(space)
+    raise ConfigError(
+        f"actions of the kind {type(space).__name__} cannot be written as text: wrap the environment so that they are "
+        "Discrete, Box, MultiDiscrete, MultiBinary or Text"
+    )
+
+
+def _one_number(space: Any) -> Reader:
+    """An action of a Discrete space: the last integer of the answer."""
+    first = int(space.start)
+    last = first + int(space.n) - 1
+
+    def read(answer: str) -> Any:
+        found = _INTEGER.findall(answer)
+        return int(found[-1]) if found and space.contains(int(found[-1])) else None
+
+    return f"Answer with the number of your action, {first} to {last}. The last number in your answer counts.", read
+
+
+def _numbers(space: Any, bounds: str) -> Reader:
+    """An action of several numbers (Box, MultiDiscrete, MultiBinary): the last ones of the answer."""
+    count = math.prod(map(int, space.shape))
+    counted, last = "one number", "number in your answer counts"
+    if count != 1:
+        counted, last = f"{count} numbers, separated by spaces,", f"{count} numbers in your answer count"
+
+    def read(answer: str) -> Any:
+        import numpy as np
+
+        found = _NUMBER.findall(answer)[-count:]
+        if len(found) < count:
+            return None
+        values = np.array([float(number) for number in found])
+        if not np.all(np.isfinite(values)) or (space.dtype.kind in "iu" and np.any(values % 1)):
+            return None
+        with np.errstate(over="ignore", invalid="ignore"):
+            action = values.astype(space.dtype).reshape(space.shape)
+        return action if space.contains(action) else None
+
+    return f"Answer with {counted} {bounds}. The last {last}.", read
+
+
+def _any_text(space: Any) -> Reader:
+    """An action of a Text space: the answer as it stands, without space around it."""
+
+    def read(answer: str) -> Any:
+        return answer.strip() if space.contains(answer.strip()) else None
+
+    return "Your whole answer is your action.", read

@@ -19,10 +19,8 @@ from envgym.errors import ConfigError
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Task
 
-from . import client
-from .client import Session, connector, find_resources_server, flow_of
 from .flows import Flow, GymnasiumFlow, ToolsFlow, form
-from .protocol import PARAMS
+from .protocol import PARAMS, FlowName, Session, connector, find_resources_server, flow_of
 
 
 class NemoGymConfig(DataEnvConfig):
@@ -90,7 +88,7 @@ class NemoGym(DataEnvSpec):
 
     _connections: aiohttp.TCPConnector | None = None
     _url = ""
-    _flow: client.FlowName = "tools"
+    _flow: FlowName = "tools"
 
     async def setup(self) -> None:
         config = self.config

@@ -25,8 +25,7 @@ from envgym.render import Renderer
 from envgym.types import Episode, Limit, Outcome, Task
 
 from . import protocol
-from .client import head_config, post_json
-from .protocol import PARAMS
+from .protocol import PARAMS, head_config, post_json
 
 CONNECT_SECONDS = 10.0
 

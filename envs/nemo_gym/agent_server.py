@@ -18,8 +18,7 @@ from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.types import Message
 
-from .client import post_json
-from .protocol import FAILURE_CLASS, PARAMS, numbers
+from .protocol import FAILURE_CLASS, PARAMS, numbers, post_json
 from .resources_server import body_of
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
 

@@ -14,8 +14,7 @@ from envgym.env import StepResult
 from envgym.errors import DataError, InvalidOutcome, did_you_mean
 from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, as_messages
 
-from .client import Session
-from .protocol import PARAMS, check_valid, number, numbers
+from .protocol import PARAMS, Session, check_valid, number, numbers
 
 OWN_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
 """Routes of a server that are its own, never a tool's."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,7 +133,6 @@ def application(
 ) -> web.Application:
     """One environment's routes; with a `config` those of the head server as well."""
     app = web.Application(client_max_size=MAX_BODY, middlewares=[with_cookie, _plain_errors])
-    started = time.time()
 
     async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -146,36 +143,10 @@ def application(
         async def global_config(_: web.Request) -> web.Response:
             return web.json_response(yaml.safe_dump(config, sort_keys=False))  # YAML within a JSON string
 
-        async def instances(_: web.Request) -> web.Response:
-            return web.json_response(list(_instances(config, started)))
-
         app.router.add_get("/global_config_dict_yaml", global_config)
-        app.router.add_get("/server_instances", instances)
     AgentServer(name, spec, model_server, max_sessions).add_to(app)
     ResourcesServer(name, spec, max_sessions).add_to(app)
     return app
-
-
-def _instances(config: Mapping[str, Any], started: float) -> list[dict[str, Any]]:
-    """The servers that run here, in the words of their status command."""
-    return [
-        {
-            "process_name": name,
-            "name": implementation,
-            "server_type": kind,
-            "host": settings["host"],
-            "port": settings["port"],
-            "url": f"http://{settings['host']}:{settings['port']}",
-            "entrypoint": settings["entrypoint"],
-            "pid": os.getpid(),
-            "start_time": started,
-        }
-        for name, kinds in config.items()
-        if name not in ("head_server", "policy_model")
-        for kind, found in kinds.items()
-        if kind != SERVED
-        for implementation, settings in found.items()
-    ]
 
 
 @web.middleware

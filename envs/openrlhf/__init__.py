@@ -1,22 +1,23 @@
-"""Environments from files written for OpenRLHF, as they stand: reward functions and agents. `files` recognises them.
+"""Environments from files written for OpenRLHF, as they stand: reward functions and agents.
 
-Such a file runs in processes of its own (`host`). What it imports from `openrlhf` is in `package`, where that is not
-installed.
+Files are recognised by their definitions, without importing them: they may import torch and load a model. Such a file
+runs in processes of its own (`host`). What it imports from `openrlhf` is in `package`, where that is not installed.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from envgym.env import Env, Info, StepResult
+from envgym.env import Env, EnvSpec, Info, StepResult
 from envgym.env.rewards import Reward, prompt_text
 from envgym.env.rewards.environments import GroupRewardEnv, answer_of, seed_of
 from envgym.errors import EnvgymError, InvalidStep
@@ -238,3 +239,66 @@ class AgentFile(OpenRLHFFile):
             self.executes = await session.call("executes")
         finally:
             session.end()
+
+
+# -- recognition ------------------------------------------------------------------------------------------
+
+EXECUTOR, INSTANCE, FUNCTION = "AgentExecutor", "AgentInstance", "reward_func"
+PARAMETERS = ("queries", "prompts", "labels")
+
+
+def environment_of(path: Path, name: str) -> type[EnvSpec] | None:
+    """The environment of the file at `path`; None where it is no such file, or one that knows envgym.
+
+    `name` is the reward function or executor that the user wrote behind the file, if any.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # importing it will name the problem
+    if any(_imports_envgym(node) for node in ast.walk(tree)):
+        return None
+    defined = {defined: node for node in _top_level(tree) for defined in _names(node)}
+    if name:
+        is_function = isinstance(defined.get(name), ast.FunctionDef | ast.AsyncFunctionDef)
+        is_agent = isinstance(defined.get(name), ast.ClassDef) and name != INSTANCE and INSTANCE in defined
+        is_reward = (name == FUNCTION and name in defined) or (
+            is_function and _parameters(defined[name])[:3] == PARAMETERS
+        )
+    else:
+        is_agent = EXECUTOR in defined or INSTANCE in defined
+        is_reward = FUNCTION in defined
+        name = EXECUTOR if is_agent else FUNCTION
+    if is_agent:
+        return AgentFile.for_file(path, name, ast.get_docstring(tree))
+    return RewardFile.for_file(path, name, ast.get_docstring(tree)) if is_reward else None
+
+
+def _imports_envgym(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name.partition(".")[0] == "envgym" for alias in node.names)
+    return isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "envgym"
+
+
+def _top_level(parent: ast.AST) -> Iterator[ast.AST]:
+    """The parts that run on import, those in `if` and `try` included."""
+    for node in ast.iter_child_nodes(parent):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            yield from _top_level(node)
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _parameters(node: ast.AST) -> tuple[str, ...]:
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))

@@ -15,9 +15,9 @@ from envgym.env.rewards.functions import Reward, column, number, run
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
 
-from . import package, propagation
+from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
-from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides
+from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides, propagate_over_http
 
 CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 """Arguments that the older interface's executors take, by name."""
@@ -115,7 +115,7 @@ class AgentHost:
         bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
         self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
         if self._executes:
-            propagation.install()
+            propagate_over_http()
         self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
         self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
-from envgym.errors import CallTimeout, ConfigError, InvalidOutcome, missing_package
+from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.isolation.processes import Processes
 from envgym.types import Action, Message, Task
 
@@ -128,11 +127,9 @@ class ReasoningGym(EnvSpec):
     Config = ReasoningGymConfig
     config: ReasoningGymConfig
 
-    _processes: Processes | None = None
+    processes: Processes
 
     async def setup(self) -> None:
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise missing_package("reasoning-gym", "reasoning-gym", f"environment {self.id}")
         config = self.config
         settings = {
             "weights": config.weights,
@@ -141,13 +138,11 @@ class ReasoningGym(EnvSpec):
             "attributes": config.attributes,
             "seed": config.seed,
         }
-        self._processes = Processes(HOST, settings, count=config.processes, name="reasoning_gym", environ=SAME_HASHES)
-        await self._processes.start()
+        self.processes = Processes(HOST, settings, count=config.processes, name="reasoning_gym", environ=SAME_HASHES)
+        await self.processes.start()
 
     async def teardown(self) -> None:
-        if self._processes is not None:
-            await self._processes.close()
-            self._processes = None
+        await self.processes.close()
 
     def tasks(self, split: str) -> TaskSet:
         if split not in ("train", "test"):
@@ -162,7 +157,7 @@ class ReasoningGym(EnvSpec):
 
     async def task(self, number: int) -> Task:
         """Item `number` as a task."""
-        item = await self._call("item", number, timeout=GENERATE_SECONDS)
+        item = await self.processes.call("item", number, timeout=GENERATE_SECONDS)
         return Task(
             id=f"{item.dataset}-{number}",
             prompt=item.question,
@@ -175,7 +170,7 @@ class ReasoningGym(EnvSpec):
         """The score of an answer, and its scorer's failure: none, `timeout` or `crash`; then the score is 0."""
         number = task.fields["number"]
         try:
-            score = await self._call("score", number, answer, timeout=self.config.score_timeout, tries=2)
+            score = await self.processes.call("score", number, answer, timeout=self.config.score_timeout, tries=2)
         except CallTimeout:
             return 0.0, "timeout"
         except InvalidOutcome as failure:
@@ -184,11 +179,6 @@ class ReasoningGym(EnvSpec):
             return 0.0, "crash"
         score = without_length_ratio(score, answer, task.answer)
         return (float(score >= 1) if self.config.exact else score), ""
-
-    async def _call(self, method: str, *args: Any, timeout: float, tries: int = 1) -> Any:
-        if self._processes is None:
-            raise RuntimeError("puzzles are made by processes that setup starts, which has not run")
-        return await self._processes.call(method, *args, timeout=timeout, tries=tries)
 
 
 def tagged(text: str) -> str | None:

@@ -154,12 +154,7 @@ class Datasets:
             return self._factory.DATASETS[name][0](config)
         except TypeError as error:
             fields = [field.name for field in dataclasses.fields(self._factory.DATASETS[name][1])]
-            unknown = next((key for key in params if key not in fields), None)
-            if unknown is None:
-                raise ConfigError(f"dataset {name}: {error}") from None
-            raise ConfigError(
-                f"dataset {name} has no parameter {unknown!r}, only {', '.join(fields)}.{did_you_mean(unknown, fields)}"
-            ) from None
+            raise ConfigError(f"dataset {name}: {error}. Its parameters are {', '.join(fields)}") from None
         except (AssertionError, ValueError) as error:
             raise ConfigError(f"dataset {name}: {' '.join(str(error).split()) or 'invalid parameters'}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import random
 import uuid
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
-from envgym.errors import CallTimeout, ConfigError, EnvgymError, InvalidOutcome, missing_package
+from envgym.errors import CallTimeout, ConfigError, EnvgymError, InvalidOutcome
 from envgym.isolation.processes import Processes, Session
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
@@ -172,8 +171,6 @@ class TextArenaGame(EnvSpec):
         return {} if self.config.opponent == "random" else {"opponent": self.config.opponent}
 
     async def setup(self) -> None:
-        if importlib.util.find_spec("textarena") is None:
-            raise missing_package("textarena", "textarena", f"environment {self.id}")
         config = self.config
         self.games = Processes(
             HOST,

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,14 +15,17 @@ from envgym.env import ListTasks, TaskSet
 from envgym.envs.code.sandbox import Limits, Sandbox
 from envgym.envs.code.tool import python_tool
 from envgym.errors import ConfigError
+from envgym.hashing import hash_fraction
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
-from envgym.types import Action, Message, Task
-
-from .lookup import Table, demonstration, held_out_tasks, train_task
+from envgym.types import Action, Message, Task, TextPart, ToolCall
 
 PYTHON = "python"
 """The sandbox's name among the tools."""
+TEST_TASKS = 512
+TEST_SHARE = 1 / 8  # of all keys
+UNAIDED = ("I do not know.", "No idea.")
+"""Demonstrations without a call of the tool."""
 Match = Literal["auto", "number", "exact", "contains"]
 
 _NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -193,3 +197,67 @@ def last_number(text: str) -> float | None:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
+
+
+# -- tasks that only a tool can answer: the value of a key in a table of the task's own, which is not shown --
+
+
+def train_task(index: int, hops: Sequence[int], digits: int) -> Task:
+    """Train task `index`: a function of `index` alone."""
+    return _task(f"train-{index}", hops, digits, held_out=False)
+
+
+def held_out_tasks(hops: Sequence[int], digits: int) -> list[Task]:
+    """The 512 test tasks. They begin with keys that no train task begins with."""
+    return [_task(f"test-{index}", hops, digits, held_out=True) for index in range(TEST_TASKS)]
+
+
+class Table:
+    """The table of one task, behind the tool `get`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def get(self, key: int) -> int:
+        """Get the value of a key."""
+        return value_of(self._task, key)
+
+
+def value_of(task: Task, key: int) -> int:
+    """The value of `key` in the table of `task`: another number of as many digits, drawn by task and key."""
+    rng = random.Random(f"{task.id} {key}")
+    start = 10 ** (task.fields["digits"] - 1)
+    value = rng.randrange(start, 10 * start - 1)
+    return value + (value >= key)  # any but the key
+
+
+def demonstration(task: Task, *, calls: bool, rng: random.Random) -> list[str | Message]:
+    """The turns that answer `task` by calling the tool, or a turn that gives up."""
+    if not calls:
+        return [rng.choice(UNAIDED)]
+    turns: list[str | Message] = []
+    key = task.fields["key"]
+    for _ in range(task.fields["hops"]):
+        call = ToolCall("", "get", {"key": key})
+        turns.append(Message("assistant", (TextPart(""),), (call,)))
+        key = value_of(task, key)
+    return [*turns, str(key)]
+
+
+def is_held_out(key: int) -> bool:
+    """True for a key that test tasks begin with, by a hash that is the same everywhere."""
+    return hash_fraction(f"key {key}") < TEST_SHARE
+
+
+def _task(id: str, hops: Sequence[int], digits: int, *, held_out: bool) -> Task:
+    rng = random.Random(f"lookup {id}")
+    n_hops = rng.choice(list(hops))
+    key = -1
+    while key < 0 or is_held_out(key) != held_out:
+        key = rng.randrange(10 ** (digits - 1), 10**digits)
+    fields = {"key": key, "hops": n_hops, "digits": digits}
+    task = Task(id=id, prompt=f"Value of {'the value of ' * (n_hops - 1)}{key}?", fields=fields, difficulty=n_hops)
+    answer = key
+    for _ in range(n_hops):
+        answer = value_of(task, answer)
+    return Task(task.id, task.prompt, answer, fields, float(n_hops))

@@ -199,7 +199,7 @@ def test_a_package_makes_environments_of_files_for_another_program(write, monkey
     write(ADAPTER, "adapter_of_files.py")
     monkeypatch.syspath_prepend(write("", "guess.py").parent)
     offered = registry._offered
-    mine = {"none": "envgym.envs.openrlhf.files:environment_of", "mine": "adapter_of_files:adapt"}
+    mine = {"none": "envgym.envs.openrlhf:environment_of", "mine": "adapter_of_files:adapt"}
     monkeypatch.setattr(registry, "_offered", lambda group: mine if group == "envgym.files" else offered(group))
     foreign = write("raise RuntimeError('foreign')", "of_another_program.py")
     spec = registry.spec(str(foreign))

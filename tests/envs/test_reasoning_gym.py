@@ -233,7 +233,7 @@ def test_several_datasets_with_weights():
     [
         ({"dataset": "chain_sums"}, errors.NameNotFound, "Did you mean 'chain_sum'"),
         ({"dataset": "composite"}, errors.NameNotFound, "composite"),
-        ({"params": {"terms": 3}}, errors.ConfigError, "no parameter 'terms', only .*min_terms"),
+        ({"params": {"terms": 3}}, errors.ConfigError, "argument 'terms'. Its parameters are .*min_terms"),
         ({"params": {"min_terms": -1}}, errors.ConfigError, "dataset chain_sum: .*min_terms"),
         ({"level": 99}, errors.ConfigError, "levels 0 to"),
         ({"level": 0, "attributes": {"digits": 1}}, errors.ConfigError, "Did you mean 'num_digits'"),
@@ -269,9 +269,8 @@ def test_settings_that_contradict_each_other(settings, says):
 
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(errors.MissingDependency, match=r"pip install 'envgym\[reasoning-gym\]'"):
-        asyncio.run(make().ensure_setup())
+        Datasets({"chain_sum": 1.0}, {}, [], {}, 0)
 
 
 def test_an_item_is_the_same_in_every_process_and_touches_no_generator_here(mixed):

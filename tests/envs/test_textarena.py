@@ -261,9 +261,8 @@ def test_word_lists_that_are_not_here_are_asked_for(monkeypatch):
 
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "textarena", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(errors.MissingDependency, match=r"pip install 'envgym\[textarena\]'"):
-        asyncio.run(make().ensure_setup())
+        Games("TicTacToe-v0", None)
 
 
 # -- the built-in opponent --------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import envgym
-from envgym.envs.tool_use import is_right, last_number
-from envgym.envs.tool_use.lookup import TEST_TASKS, held_out_tasks, is_held_out, train_task, value_of
+from envgym.envs.tool_use import TEST_TASKS, held_out_tasks, is_held_out, is_right, last_number, train_task, value_of
 from envgym.errors import ConfigError, InvalidOutcome, NameNotFound
 from envgym.registry import spec_from_json
 from envgym.types import Message, Task, ToolCall

@@ -11,7 +11,7 @@ from aiohttp import web
 
 import envgym
 from envgym.envs import nemo_gym
-from envgym.envs.nemo_gym.client import find_resources_server
+from envgym.envs.nemo_gym.protocol import find_resources_server
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
 from envgym.types import Action, Message, StopReason, TextPart, ToolCall
 

@@ -343,7 +343,7 @@ def test_brackets_without_end_are_no_answer(own_agent):
     async def answer(row, ask):
         return web.Response(text="[" * 100_000)
 
-    with pytest.raises(InvalidOutcome, match="something that is not JSON"):
+    with pytest.raises(InvalidOutcome, match="no JSON object"):
         own_agent(answer)
 
 
