@@ -21,10 +21,9 @@ from envgym.remote.server import check_servable
 from envgym.remote.wire import MAX_BODY, Problem
 from envgym.services import start_services
 
-from .agent_server import AgentServer
 from .protocol import host_and_port
-from .resources_server import ResourcesServer, with_cookie
 from .served_tasks import UnknownRow, write_rows
+from .servers import AgentServer, ResourcesServer, with_cookie
 
 SERVED = "served"
 """The kind under which an entry has the address of a server that runs already."""

@@ -11,8 +11,7 @@ import pytest
 
 from envgym import errors, registry
 from envgym.envs.reasoning_gym import extracted, tagged, without_length_ratio
-from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets
-from envgym.envs.reasoning_gym.scorers import Refused, answers_are_data
+from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, Refused, answers_are_data
 from envgym.types import Action, Task
 
 TARGET = "envgym.envs.reasoning_gym:ReasoningGym"
