@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import uuid
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
-from envgym.errors import CallTimeout, ConfigError, EnvgymError, InvalidOutcome
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.isolation.processes import Processes, Session
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
@@ -43,8 +42,6 @@ class TextArenaConfig(EnvConfig):
     max_turns: int = Field(100, ge=1)
     """Moves of the policy after which an episode ends, truncated, without a reward. The game's own limit holds beside
     it."""
-    move_timeout: float = Field(30.0, gt=0)
-    """Seconds the game may take over one move."""
     processes: int = Field(2, ge=1)
     """Processes that the games are played in; each holds many."""
 
@@ -131,15 +128,7 @@ class TextArenaEnv(Env):
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the process that holds the game."""
         assert self._session is not None  # a reset came first
-        limit = self.spec.config.move_timeout
-        deadline = asyncio.timeout(limit)
-        try:
-            async with deadline:
-                return await self._session.call(method, self._key, *args)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise CallTimeout(f"{self.spec.config.game} took longer than {limit:g} s over a move") from None
+        return await self._session.call(method, self._key, *args)
 
     async def _leave(self) -> None:
         """Give the game up."""
@@ -181,7 +170,7 @@ class TextArenaGame(EnvSpec):
         )
         await self.games.start()
         try:
-            self.players = await self.games.call("number_of_players", timeout=config.move_timeout)
+            self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
             if config.seat is not None and config.seat >= self.players:
                 raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
         except BaseException:

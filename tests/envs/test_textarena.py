@@ -179,13 +179,14 @@ def test_a_process_that_dies_takes_its_games_and_no_others(tic_tac_toe):
 
 def test_a_game_that_takes_too_long_fails():
     async def hurried():
-        async with make(move_timeout=20) as spec:
+        async with make() as spec:
             env = spec.make()
             await env.reset(seed=0)
-            object.__setattr__(spec.config, "move_timeout", 1e-6)
-            with pytest.raises(errors.CallTimeout, match="TicTacToe-v0 took longer"):
+            limit = spec.config.call_timeout
+            object.__setattr__(spec.config, "call_timeout", 1e-6)
+            with pytest.raises(errors.CallTimeout, match="step took longer"):
                 await env.step(Action("[0]"))
-            object.__setattr__(spec.config, "move_timeout", 20)
+            object.__setattr__(spec.config, "call_timeout", limit)
             await env.close()
 
     asyncio.run(hurried())
