@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from envgym import registry
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
@@ -41,17 +41,6 @@ class MixtureConfig(EnvConfig):
         Annotated[Member, BeforeValidator(lambda value: {"env": value} if isinstance(value, str) else value)],
     ] = Field({})
     """The environments by name: `members.NAME.env`, `members.NAME.weight` and the environment's own settings."""
-
-    @field_validator("members", mode="before")
-    @classmethod
-    def _named(cls, members: Any) -> Any:
-        if isinstance(members, Mapping):
-            named = [name for name, member in members.items() if not isinstance(member, Mapping) or "env" in member]
-            for name in members:
-                if name not in named:
-                    hint = did_you_mean(str(name), map(str, named)) or f" Give it one with env.members.{name}.env=ID"
-                    raise ValueError(f"member {name!r} names no environment.{hint}")
-        return members
 
 
 class Mixture(EnvSpec):

@@ -8,19 +8,35 @@ response of the policy.
 
 from __future__ import annotations
 
+import contextlib
+import re
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import aiohttp
 from pydantic import Field, model_validator
 
+from envgym.agents.external import responses_api
 from envgym.env import Env, Info, StepResult
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
-from envgym.types import Action, Task
+from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, as_messages
 
-from .flows import Flow, GymnasiumFlow, ToolsFlow, form
-from .protocol import PARAMS, FlowName, Session, connector, find_resources_server, flow_of
+from .protocol import PARAMS, FlowName, Session, check_valid, connector, find_resources_server, flow_of, number, numbers
+
+OWN_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
+"""Routes of a server that are its own, never a tool's."""
+NO_METRICS = {
+    "reward",
+    "mask_sample",
+    "terminated",
+    "truncated",
+    "supports_explicit_close",
+    "supports_step_idempotency",
+}
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 
 class NemoGymConfig(DataEnvConfig):
@@ -121,3 +137,190 @@ class NemoGym(DataEnvSpec):
         session = Session(self._url, self._connections, self.config.request_timeout)
         flow = ToolsFlow if self._flow == "tools" else GymnasiumFlow
         return flow(session, task, max_turns=self.config.max_turns, max_chars=self.config.max_result_chars)
+
+
+# -- rows and flows --------------------------------------------------------------------------------------
+
+
+def form(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of NeMo-Gym's as tasks are read from it: its prompt is that of the request it makes of a policy.
+
+    Raises `DataError` for another row, and for one with tools that cannot be called.
+    """
+    params = row.get(PARAMS)
+    if not isinstance(params, Mapping) or "input" not in params:
+        raise DataError(f"{where}: not a row of NeMo-Gym: {PARAMS}.input is missing")
+    try:
+        messages = responses_api.messages_of(params["input"], params.get("instructions"))
+        tools = responses_api.tools_of(params.get("tools"))
+    except responses_api.MalformedItem as error:
+        raise DataError(f"{where}: {PARAMS}: {error}") from None
+    for tool in tools:
+        if not _TOOL_NAME.fullmatch(tool.name) or tool.name in OWN_ROUTES:
+            raise DataError(f"{where}: {tool.name!r:.80} is no name of a tool: calls of it would go to another route")
+    return {**row, "prompt": list(messages)}
+
+
+class Flow(ABC):
+    """An episode with a resources server."""
+
+    def __init__(self, session: Session, task: Task, *, max_turns: int, max_chars: int) -> None:
+        self.session, self.task = session, task
+        self.max_turns, self.max_chars = max_turns, max_chars
+        self.row = dict(task.fields)
+        self.params: Mapping[str, Any] = self.row[PARAMS]
+        self.tools = {tool.name: tool for tool in responses_api.tools_of(self.params.get("tools"))}
+        self.turns = 0
+
+    @abstractmethod
+    async def begin(self) -> Observation:
+        """Open the session; the first observation."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> StepResult:
+        """Answer a turn of the policy."""
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    def opening(self, *more: Message) -> Observation:
+        return Observation((*as_messages(self.task.prompt), *more), tools=tuple(self.tools.values()))
+
+    def result(self, call_id: str, name: str, text: str) -> Message:
+        """A tool's result as the policy sees it."""
+        if len(text) > self.max_chars:
+            text = f"{text[: self.max_chars]}\n[cut here: {len(text)} characters in all]"
+        return Message("tool", (TextPart(text),), tool_call_id=call_id, name=name[:64])
+
+    def body(self, output: list[responses_api.Item], action: Action) -> dict[str, Any]:
+        """The row with the policy's turns, as the server expects it from NeMo-Gym's own agents."""
+        whole = responses_api.response(
+            output,
+            cut=action.stop_reason is StopReason.LENGTH,
+            tools=[{"strict": None, "parameters": None, **tool} for tool in self.params.get("tools") or ()],
+            tool_choice=self.params.get("tool_choice") or "auto",
+            parallel_tool_calls=self.params.get("parallel_tool_calls") is not False,
+        )
+        return {**self.row, "response": whole}
+
+    def metrics(self, answer: Mapping[str, Any]) -> dict[str, float]:
+        """The numbers in an answer that are neither the reward nor the row's own, which servers send back."""
+        components = answer.get("reward_components")
+        parts = {f"reward_{name}": n for name, n in components.items()} if isinstance(components, Mapping) else {}
+        return numbers({**answer, **parts}, NO_METRICS | self.row.keys())
+
+
+class ToolsFlow(Flow):
+    """Seed, call, verify."""
+
+    def __init__(self, session: Session, task: Task, **limits: int) -> None:
+        super().__init__(session, task, **limits)
+        self._output: list[responses_api.Item] = []
+        self._counts = {"tool_calls": 0, "tool_malformed": 0, "tool_errors": 0}
+
+    async def begin(self) -> Observation:
+        await self.session.ask("seed_session", self.row)
+        return self.opening()
+
+    async def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        self._output += responses_api.output_items(_message(action))
+        cut = action.stop_reason is StopReason.LENGTH
+        results = [] if cut else [await self._result(call) for call in action.tool_calls]
+        if results and self.turns < self.max_turns:
+            return results, 0.0, False, False, {"metrics": dict(self._counts)}
+        verdict = await self.session.ask("verify", self.body(self._output, action))
+        reward = _reward(verdict, "verify")
+        info = {"answer": action.text.strip() or None, "metrics": {**self._counts, **self.metrics(verdict)}}
+        return results, reward, not results, bool(results), info
+
+    async def _result(self, call: ToolCall) -> Message:
+        self._counts["tool_calls"] += 1
+        if call.error or call.name not in self.tools:
+            self._counts["tool_malformed"] += 1
+            text = call.error or f"there is no tool {call.name[:60]!r}.{did_you_mean(call.name, self.tools)}"
+            message = self.result(call.id, call.name, f"Error: {text}")
+        else:
+            status, text = await self.session.post(call.name, call.arguments)
+            self._counts["tool_errors"] += status >= 400
+            message = self.result(call.id, call.name, text)
+        if not call.error:  # the server has only the text of a call that cannot be read: no result belongs to it
+            self._output.append(responses_api.result_item(message))
+        return message
+
+
+class GymnasiumFlow(Flow):
+    """Reset, and a step for each response. Tools are called by the server, which reads them from the response."""
+
+    def __init__(self, session: Session, task: Task, **limits: int) -> None:
+        super().__init__(session, task, **limits)
+        self._closes = self._idempotent = False
+
+    async def begin(self) -> Observation:
+        answer = await self.session.ask("reset", self.row)
+        info = _info(answer, "reset")
+        self._closes = info.get("supports_explicit_close") is True
+        self._idempotent = info.get("supports_step_idempotency") is True
+        return self.opening(*_observation(answer, "reset"))
+
+    async def step(self, action: Action) -> StepResult:
+        self.turns += 1
+        turn = _message(action)
+        body = self.body(responses_api.output_items(turn), action)
+        if self._idempotent:
+            body["_ng_step_request_id"] = uuid.uuid4().hex
+        answer = await self.session.ask("step", body, repeatable=self._idempotent)
+        info = _info(answer, "step")
+        reward, ends = _reward(answer, "step"), answer.get("terminated") is True
+        messages = [*self._results(info, turn), *_observation(answer, "step")]
+        cut = answer.get("truncated") is True or (not ends and self.turns >= self.max_turns)
+        metrics = self.metrics({**info, **answer})
+        return messages, reward, ends, cut, {"answer": action.text.strip() or None, "metrics": metrics}
+
+    def _results(self, info: Mapping[str, Any], turn: Message) -> list[Message]:
+        """The results of the server's tools, and the errors of calls that never reached it."""
+        names = {call.id: call.name for call in turn.tool_calls}
+        results = [self.result(call.id, call.name, f"Error: {call.error}") for call in turn.tool_calls if call.error]
+        for output in info.get("tool_outputs") or ():
+            if not isinstance(output, Mapping) or not isinstance(output.get("output"), str):
+                raise InvalidOutcome("server_protocol", f"the server's tool_outputs hold {output!r:.80}")
+            id = str(output.get("call_id"))
+            results.append(self.result(id, names.get(id, ""), output["output"]))
+        return results
+
+    async def close(self) -> None:
+        try:
+            if self._closes:
+                with contextlib.suppress(InvalidOutcome):  # the episode is over, whatever the server makes of that
+                    await self.session.ask("close", {})
+        finally:
+            await super().close()
+
+
+def _message(action: Action) -> Message:
+    """The policy's turn as a message. Where a call cannot be read, its text holds all there is."""
+    whole = action.content is None or any(call.error for call in action.tool_calls)
+    return Message("assistant", (TextPart(action.text if whole else str(action.content)),), action.tool_calls)
+
+
+def _reward(answer: Mapping[str, Any], route: str) -> float:
+    """The reward in an answer. Raises `InvalidOutcome` where there is none, or the server says that it is void."""
+    check_valid(answer, f"/{route}")
+    reward = number(answer.get("reward"))
+    if reward is None:
+        raise InvalidOutcome("server_protocol", f"/{route} answered with the reward {answer.get('reward')!r:.60}")
+    return reward
+
+
+def _info(answer: Mapping[str, Any], route: str) -> Mapping[str, Any]:
+    info = answer.get("info") or {}
+    if not isinstance(info, Mapping):
+        raise InvalidOutcome("server_protocol", f"/{route} answered with the info {info!r:.60}")
+    return info
+
+
+def _observation(answer: Mapping[str, Any], route: str) -> list[Message]:
+    observation = answer.get("observation")
+    if observation is not None and not isinstance(observation, str):
+        raise InvalidOutcome("server_protocol", f"/{route} answered with the observation {observation!r:.60}")
+    return [Message.of("user", observation)] if observation else []

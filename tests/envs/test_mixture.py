@@ -218,8 +218,8 @@ def test_data_of_a_member_survives_being_written_out(tmp_path):
 @pytest.mark.parametrize(
     ("members", "error", "message"),
     [
-        ({"math": "math_verify", "mth": {}}, ConfigError, r"'mth' names no environment. Did you mean 'math'"),
-        ({"x": {"weight": 2}}, ConfigError, r"'x' names no environment. Give it one with env.members.x.env=ID"),
+        ({"math": "math_verify", "mth": {}}, ConfigError, r"'members.mth.env' is required"),
+        ({"x": {"weight": 2}}, ConfigError, r"'members.x.env' is required"),
         ({"math": "math_verfy"}, NameNotFound, r"member 'math' .* no environment 'math_verfy'. Did you mean"),
         ({"math": {"env": "math_verify", "digts": 3}}, ConfigError, r"member 'math' .*'digts'. Did you mean 'digits'"),
         ({"math": {"env": "math_verify", "weight": 0}}, ConfigError, r"members.math.weight.*greater than 0"),
