@@ -1,13 +1,16 @@
-"""A stage's checkpoints: all that it needs to go on as if nothing had happened, and which of them is the best."""
+"""A stage's progress and its checkpoints: all that it needs to go on as if nothing had happened, which of them is the
+best, and what becomes of one that is damaged."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,42 @@ from envgym.rollout.buffer import Buffer
 from envgym.tasks.cursor import TaskCursor
 
 from .launch import Components
-from .progress import Progress
-from .run_folder import RunFolder
+from .run_folder import DAMAGED, RunFolder
+
+
+@dataclass(slots=True)
+class Progress:
+    """`record` is the step's line of metrics, `recorded` whether it is written. `seconds` and `tokens` are those of the
+    whole stage so far."""
+
+    step: int = 0
+    optimizer_steps: int = 0
+    record: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+    recorded: bool = False
+    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
+    max_mismatch: float = 0.0
+    best: dict[str, Any] | None = None
+    """The best checkpoint: `metric`, its `value` there, and `step`."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to `state`, which `asdict` made. Raises `TypeError` for that of another version."""
+        restored = Progress(**state)
+        for one in fields(self):
+            setattr(self, one.name, getattr(restored, one.name))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time spent inside as the phase's, in this step's record (`seconds/PHASE`) and in the stage's."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - start
+            key = f"seconds/{phase}"
+            self.record[key] = self.record.get(key, 0.0) + seconds
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 class Checkpoints:
@@ -112,6 +149,18 @@ class Checkpoints:
             return
         if step or not isinstance(error, WorkerError):
             await self.save(self._boundary)
+
+
+def set_aside(folder: RunFolder, damaged: Path) -> Path | None:
+    """Let the newest checkpoint, which cannot be read, count no longer; returns the one before it. Where there is
+    none, it stays what it is."""
+    kept = folder.kept_checkpoints()
+    if damaged not in kept or len(kept) < 2:
+        return None
+    aside = damaged.with_name(damaged.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(damaged, aside)
+    return folder.last_checkpoint()
 
 
 class BestMetric:

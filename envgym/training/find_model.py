@@ -1,29 +1,30 @@
 """The model that a name stands for: a Hugging Face folder or hub id, a run, one of its checkpoints, or a recipe that
-makes a model from nothing."""
+makes a model from nothing; and the one that a stage starts from."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from envgym.config.recipes import load_recipe, makes_model
+from envgym.config.recipes import load_recipe, makes_model, read_yaml
 from envgym.config.resolve import resolve
-from envgym.config.schema import RunConfig
+from envgym.config.schema import RunConfig, StageConfig
 from envgym.disk import publish, unfinished
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
 from envgym.models.lora import ADAPTER_CONFIG
+from envgym.render import load_tokenizer
 from envgym.settings import validated
 
-from .checkpoint_model import is_checkpoint, model_of_checkpoint, other_checkpoints
-from .launch import prepared, start_components
-from .run_folder import RunFolder, policy_of_run
+from .launch import make_runtime, prepared, start_components, start_role
+from .run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
 from .trainer import Trainer
 
 if TYPE_CHECKING:
@@ -45,19 +46,25 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
             raise ConfigError(f"{name} is an adapter without its base: merge it first (envgym model merge {name} OUT)")
         if (path / "config.json").exists():
             return str(path)
-        if is_checkpoint(path):
-            return str(
-                await model_of_checkpoint(
-                    path, config.runtime, lambda base: fetch_model(base, config, display), display
-                )
-            )
+        if _is_checkpoint(path):
+            return str(await _model_of_checkpoint(path, config.runtime, display))
         if not (path / "config.yaml").exists():
             raise ConfigError(f"{name} holds no model: there is no config.json in it, and it is no run's folder")
         return str(policy_of_run(path))
     if is_path(name):
-        raise ConfigError(f"model folder {name} does not exist.{other_checkpoints(path)}".removesuffix("."))
+        raise ConfigError(f"model folder {name} does not exist.{_other_checkpoints(path)}".removesuffix("."))
     display.phase(f"looking for {name} on the Hugging Face hub (there is no such folder here)")
     return name
+
+
+async def starting_model(config: RunConfig, stage: StageConfig, before: RunFolder | None, display: Display) -> str:
+    """The model that a stage starts from: what the stage `before` it left, else the one that its settings name. Raises
+    `ConfigError` where there is none."""
+    if before is None:
+        return await fetch_model(stage.model, config, display)
+    if not (before.model / "config.json").is_file():
+        raise ConfigError(f"there is no model in {before.model}")
+    return str(before.model)
 
 
 def cache_folder() -> Path:
@@ -93,3 +100,110 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
         shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
         publish(folder.model, final)
     return final
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The policy of a run's checkpoint, as a Hugging Face folder
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """True if a folder is a run's checkpoint, or what is left of one."""
+    return (folder / CONTROLLER).is_file() or run_of_checkpoint(folder) is not None
+
+
+def _other_checkpoints(missing: Path) -> str:
+    """` There is …`: the checkpoints of the run that one which does not exist was looked for in, or nothing."""
+    if run_of_checkpoint(missing) is None or not missing.parent.is_dir():
+        return ""
+    names = sorted(path.name for path in missing.parent.iterdir() if (path / CONTROLLER).is_file())
+    return f" There is {', '.join(names)}" if names else " The run has no checkpoint yet"
+
+
+async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display) -> Path:
+    """The folder of a checkpoint's policy, made now if it never was and kept inside it. `runtime`: where the ranks run
+    that read it.
+
+    A checkpoint holds what DeepSpeed needs to go on, cut into the parts of the ranks that wrote it. So the policy is
+    started as its run started it, on as many ranks, given that state, and saved as the run saves its last one.
+
+    Raises `ConfigError` in one line where it cannot be read, its ranks do not start, or its base is gone.
+    """
+    if checkpoint.is_symlink():  # `best` may be another one before this is done
+        checkpoint = checkpoint.parent / checkpoint.readlink()
+    final = checkpoint / "model"
+    if (final / "config.json").is_file():
+        return final
+    origin = _origin(checkpoint)
+    _check_ranks(checkpoint, origin.stage)
+    try:
+        before = origin.folders[origin.index - 1] if origin.index else None
+        config = origin.config.model_copy(update={"runtime": runtime})
+        if own := origin.stage.roles.get("actor"):
+            own.model = own.model and await fetch_model(own.model, config, display)
+        base = await starting_model(config, origin.stage, before, display)
+    except EnvgymError as error:
+        raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
+    try:
+        with unfinished(final) as made:
+            display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
+            await _write_policy(made, checkpoint, origin, runtime, base)
+            publish(made, final)
+    except OSError as error:
+        raise ConfigError(f"the model of {checkpoint} cannot be written beside it: {error.strerror or error}") from None
+    return final
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The stage that left a checkpoint: the run's settings, the folders of its stages, and which one it is."""
+
+    config: RunConfig
+    folders: list[RunFolder]
+    index: int
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.config.stages[self.index]
+
+
+def _origin(checkpoint: Path) -> _Origin:
+    found = run_of_checkpoint(checkpoint)
+    if found is None:
+        raise ConfigError(f"checkpoint {checkpoint} is in no run folder, whose config.yaml says what it holds")
+    run, index = found
+    saved = run / "config.yaml"
+    config = validated(RunConfig, read_yaml(saved), str(saved))
+    if index >= len(config.stages):
+        raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {saved} has {len(config.stages)}")
+    return _Origin(config, stage_folders(run, config.learners), index)
+
+
+def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
+    check_form(checkpoint)
+    written, ranks = len(list(checkpoint.glob("actor/rank-*.pt"))), stage.workers_of("actor").ranks
+    if not (checkpoint / CONTROLLER).is_file() or not written:
+        raise ConfigError(f"checkpoint {checkpoint} is not whole: choose another one")
+    if written != ranks:
+        raise ConfigError(f"checkpoint {checkpoint} was written by {written} ranks, and its run's config says {ranks}")
+
+
+async def _write_policy(out: Path, checkpoint: Path, origin: _Origin, runtime: str, base: str) -> None:
+    """Write the policy of a checkpoint, with its tokenizer, into `out`."""
+    ranks = origin.stage.workers_of("actor").ranks
+    # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
+    config = origin.config.model_copy(update={"runtime": runtime, "debug": False})
+    workers = make_runtime(config, origin.folders[origin.index])
+    try:
+        try:
+            actor = await start_role(config, origin.stage, "actor", base, workers)
+        except EnvgymError as error:
+            which = f"the {ranks} ranks" if ranks > 1 else "the rank"
+            raise ConfigError(f"{which} that wrote checkpoint {checkpoint} cannot be started here: {error}") from None
+        try:
+            await actor.load_state(str(checkpoint / "actor"))
+        except EnvgymError as error:
+            raise ConfigError(f"checkpoint {checkpoint} cannot be read: {error}") from None
+        await actor.save(str(out))
+        load_tokenizer(base).save_pretrained(out)
+    finally:
+        await workers.close()

@@ -26,9 +26,9 @@ from envgym.isolation import event_loop
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
 
-from .find_model import fetch_model
+from .checkpoints import Progress, set_aside
+from .find_model import fetch_model, starting_model
 from .launch import Components, StageContext, prepared, start_components
-from .progress import Progress
 from .run_folder import RunFolder, stage_folders
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
@@ -57,12 +57,12 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
 def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
     stages = list(zip(stage_folders(folder, config.learners), config.stages, strict=True))
     summary: dict[str, Any] = {}
-    model: str | None = None
+    before: RunFolder | None = None
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
         if summary.get("status") != "completed" or summary["steps"] < stage.steps:
-            summary = _run_to_end(config, stage, stage_folder, model, display)
-        model = str(stage_folder.model)
+            summary = _run_to_end(config, stage, stage_folder, before, display)
+        before = stage_folder
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
         RunFolder(folder).write_summary({**summary, "stages": folders})
@@ -72,22 +72,22 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
 
 
 def _run_to_end(
-    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+    config: RunConfig, stage: StageConfig, folder: RunFolder, before: RunFolder | None, display: Display
 ) -> dict[str, Any]:
     """Run a stage, from the newest checkpoint that can be read where there are some."""
     while True:
         newest = folder.last_checkpoint()
         try:
-            return event_loop.run(_run_stage(config, stage, folder, model, display))
+            return event_loop.run(_run_stage(config, stage, folder, before, display))
         except asyncio.CancelledError:
             raise KeyboardInterrupt(_stopped_early(config.name or "", folder)) from None
         except CheckpointDamaged as error:
-            before = None if newest is None else folder.set_aside(newest)
-            if before is None:
+            older = None if newest is None else set_aside(folder, newest)
+            if older is None:
                 raise RunError(
                     f"{error}; there is no checkpoint before it: start the run anew, with another --name"
                 ) from None
-            display.note(f"checkpoint {newest} is damaged: {error}; going on from {before.name}, the one before")
+            display.note(f"checkpoint {newest} is damaged: {error}; going on from {older.name}, the one before")
 
 
 def _stopped_early(name: str, folder: RunFolder) -> str:
@@ -179,9 +179,9 @@ def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunCon
 
 
 async def _run_stage(
-    config: RunConfig, stage: StageConfig, folder: RunFolder, model: str | None, display: Display
+    config: RunConfig, stage: StageConfig, folder: RunFolder, before: RunFolder | None, display: Display
 ) -> dict[str, Any]:
-    """One run of the one loop; `model` is what the stage before it left, if there was one."""
+    """One run of the one loop; `before` is the folder of the stage before it, if there was one."""
     folder.create()
     checkpoint = folder.last_checkpoint()
     kept = None if checkpoint is None else folder.read_state(checkpoint)
@@ -198,7 +198,7 @@ async def _run_stage(
                 # The environment first: a bad data file is reported before anything long begins.
                 context = await stack.enter_async_context(prepared(config, stage, folder))
                 is_held_out = has_held_out(context.spec, needed=bool(stage.eval.every))
-                model = model or await fetch_model(stage.model, config, display)
+                model = await starting_model(config, stage, before, display)
                 for own in stage.roles.values():
                     own.model = own.model and await fetch_model(own.model, config, display)
                 components = await start_components(config, stage, context, model, display)

@@ -113,7 +113,7 @@ class RunFolder:
         shutil.rmtree(replaced, ignore_errors=True)
         best = self.mark_best(state["progress"].get("best"))
         spared = None if best is None else self._of_step(best["step"])
-        for old in {*self._kept_checkpoints()[:-keep]} - {spared}:
+        for old in {*self.kept_checkpoints()[:-keep]} - {spared}:
             shutil.rmtree(old, ignore_errors=True)  # someone may be reading its model: the next one tries again
         return final
 
@@ -134,24 +134,13 @@ class RunFolder:
         return best
 
     def last_checkpoint(self) -> Path | None:
-        kept = self._kept_checkpoints()
+        kept = self.kept_checkpoints()
         return kept[-1] if kept else None
-
-    def set_aside(self, damaged: Path) -> Path | None:
-        """Let the newest checkpoint, which cannot be read, count no longer; returns the one before it. Where there is
-        none, it stays what it is."""
-        kept = self._kept_checkpoints()
-        if damaged not in kept or len(kept) < 2:
-            return None
-        aside = damaged.with_name(damaged.name + DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(damaged, aside)
-        return self.last_checkpoint()
 
     def _of_step(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
-    def _kept_checkpoints(self) -> list[Path]:
+    def kept_checkpoints(self) -> list[Path]:
         """Oldest first; of one step, the replaced one before the new one."""
         kept = (path for path in self.checkpoints.glob("step_*") if path.suffix != DAMAGED)
         return sorted(kept, key=lambda path: (path.stem, path.suffix == ""))

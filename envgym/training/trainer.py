@@ -28,9 +28,8 @@ from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Group, Task
 
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, Progress
 from .launch import Components
-from .progress import Progress
 from .run_folder import RunFolder
 from .stop import Stop, Stopped
 from .update import Update

@@ -11,9 +11,9 @@ from envgym.errors import RunError
 from envgym.learner import LearnerConfig, TrainSample, Trajectory
 from envgym.monitoring.metrics import computing_metrics, token_counts
 
+from .checkpoints import Progress
 from .launch import Components
 from .pretraining import spread
-from .progress import Progress
 
 
 class Update:

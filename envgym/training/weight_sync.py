@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from envgym.errors import RunError
 from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.types import Observation, Row, Segment, int_array
-from envgym.workers import weight_files as weights
 from envgym.workers.group import WorkerGroup
 
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
@@ -68,7 +68,7 @@ class WeightSync:
     def _place(self, n_numbers: int) -> Path:
         """A path for a file or folder of so many numbers that lives for one sync."""
         n_bytes = n_numbers * (4 if self.actor.info["dtype"] == "float32" else 2)
-        return weights.where(n_bytes) / f"envgym-{os.getpid()}-{id(self):x}"
+        return place(n_bytes) / f"envgym-{os.getpid()}-{id(self):x}"
 
     async def _difference_on_probe(self) -> float:
         token_ids = self.renderer.prompt(Observation(text=PROBE))
@@ -86,3 +86,11 @@ class WeightSync:
                 f"sync.tolerance={self.tolerance:g}. The engine does not hold the actor's weights, or computes "
                 "differently (dtype, kernels)"
             )
+
+
+def place(n_bytes: int) -> Path:
+    """The folder for a file of `n_bytes` that lives for one weight sync: memory where it has room (a container's
+    often has 64 MiB), else a temporary folder."""
+    memory = Path("/dev/shm")
+    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > n_bytes
+    return memory if fits else Path(tempfile.gettempdir())

@@ -18,8 +18,7 @@ import torch
 from envgym.errors import ConfigError, missing_package
 from envgym.models.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 
-from . import weight_files
-from .parameters import whole
+from .parameters import whole, write_weights
 
 NAME = "default"
 """The adapter's name for peft, in the names of modules and parameters."""
@@ -91,7 +90,7 @@ class Adapter:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self._config.save_pretrained(str(path))
-        weight_files.write(path / ADAPTER_WEIGHTS, tensors)
+        write_weights(path / ADAPTER_WEIGHTS, tensors)
         if self._quantize != "none":
             dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
             (path / ORIGIN).write_text(json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n")

@@ -49,6 +49,25 @@ def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = (
         raise CheckpointDamaged(f"{path} cannot be read ({_reason(error)})") from None
 
 
+def read_rank(folder: str, role: str, rank: int, ranks: int, tensor_parallel: int) -> dict[str, Any]:
+    """What rank `rank` of a role wrote. Raises `RunError` where it is not there, or of another number of ranks."""
+    path = Path(folder, f"rank-{rank}.pt")
+    if not path.is_file():
+        raise RunError(f"{folder} holds no state of rank {rank} of {role}")
+    state: dict[str, Any] = read(path)
+    if state["world_size"] != ranks:
+        raise RunError(
+            f"the state in {folder} is of {state['world_size']} ranks, and {ranks} are running: "
+            f"set workers.ranks={state['world_size']}"
+        )
+    if state["tensor_parallel"] != tensor_parallel:
+        raise RunError(
+            f"the state in {folder} is of a model cut in {state['tensor_parallel']} parts: "
+            f"set workers.tensor_parallel={state['tensor_parallel']}"
+        )
+    return state
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:  # else it is about a place in the file that is not there
         return error.strerror or str(error)

@@ -1,4 +1,5 @@
-"""The output layer, asked for the log-probabilities of given tokens instead of for logits.
+"""The heads of a model: the output layer, asked for the log-probabilities of given tokens instead of for logits, and
+the scalar head of critics and reward models, which gives a number a token.
 
 The logits of all tokens [N, vocabulary] never exist: they are made for a slice of the vocabulary at a time, and made
 again for the backward pass, whose formulas are written out here. Slices of the vocabulary serve better than slices of
@@ -214,3 +215,24 @@ class _Vocabulary:
         columns = self.targets - part.start
         inside = (columns >= 0) & (columns < part.stop - part.start)
         return columns.where(inside, 0), inside
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The scalar head
+
+
+def with_scalar_head(config: Any) -> Any:
+    """Have `config` (from Hugging Face) describe a model with a scalar head; returns the class that loads it. A head
+    missing from the checkpoint is drawn from the global generator."""
+    import transformers
+
+    config.num_labels = 1
+    config.reward_at = "end_of_turn"  # rows end there, and so what is trained on them is to be read there
+    config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
+    return transformers.AutoModelForTokenClassification
+
+
+def scalar_head(model: nn.Module) -> nn.Module:
+    """The scalar head of a model (from Hugging Face), by either of its names."""
+    head: nn.Module = model.score if hasattr(model, "score") else model.classifier
+    return head

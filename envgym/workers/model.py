@@ -24,14 +24,14 @@ from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 from envgym.models.lora import LoraConfig
 
-from . import checkpoint, tensor_parallel, weight_files, zero
+from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .network import TokenScorer, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
-from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters
+from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters, write_weights
 from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class ModelWorker:
         """
         tensors = dict(self._parameters(remove_duplicate=False, merged=False))
         if self.rank == 0:
-            weight_files.write(path, tensors)
+            write_weights(path, tensors)
 
     def export_adapter(self, folder: str) -> None:
         """Write the adapter as a folder in peft's form (rank 0 does)."""
@@ -382,20 +382,7 @@ class ModelWorker:
 
     def load_state(self, folder: str) -> None:
         """Go on from `save_state`, bit for bit. Raises `RunError` where it is not there or of other ranks."""
-        path = Path(folder, f"rank-{self.rank}.pt")
-        if not path.is_file():
-            raise RunError(f"{folder} holds no state of rank {self.rank} of {self.role}")
-        state = checkpoint.read(path)
-        if state["world_size"] != self.world_size:
-            raise RunError(
-                f"the state in {folder} is of {state['world_size']} ranks, and {self.world_size} are running: "
-                f"set workers.ranks={state['world_size']}"
-            )
-        if state["tensor_parallel"] != self.settings.tensor_parallel:
-            raise RunError(
-                f"the state in {folder} is of a model cut in {state['tensor_parallel']} parts: "
-                f"set workers.tensor_parallel={state['tensor_parallel']}"
-            )
+        state = checkpoint.read_rank(folder, self.role, self.rank, self.world_size, self.settings.tensor_parallel)
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
         if self.average is not None:
             if "average" not in state:

@@ -18,7 +18,7 @@ from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
 
 from .adapter import quantization, tame_quantized
-from .head import Rescaling, ScoringHead
+from .head import Rescaling, ScoringHead, scalar_head, with_scalar_head
 from .parameters import n_experts
 from .sequence_parallel import Slices
 
@@ -77,7 +77,7 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         if self.balance and self.training:
             outputs["balance"] = balance_loss(self.model, answer.router_logits, None if self.packed else real)
         if self.head == "scalar":
-            values = self._scalar_head()(hidden).squeeze(-1).float()
+            values = scalar_head(self.model)(hidden).squeeze(-1).float()
             if self.packed:
                 values = values.new_zeros(real.shape).masked_scatter(real, values)
             return outputs | {"values": self.slices.join(values, length)}
@@ -99,10 +99,6 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         if self.packed:
             return backbone(**packed_inputs(token_ids, lengths, real), use_cache=False, **options)
         return self.slices.answer(backbone, token_ids, **options)
-
-    def _scalar_head(self) -> nn.Module:
-        head: nn.Module = self.model.score if hasattr(self.model, "score") else self.model.classifier
-        return head
 
 
 def load_model(
@@ -134,12 +130,7 @@ def load_model(
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-        factory = transformers.AutoModelForCausalLM
-        if head == "scalar":
-            factory = transformers.AutoModelForTokenClassification
-            config.num_labels = 1
-            config.reward_at = "end_of_turn"  # rows end there, and so what is trained on them is to be read there
-            config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
+        factory = with_scalar_head(config) if head == "scalar" else transformers.AutoModelForCausalLM
         # Without flash kernels transformers itself takes sdpa for the models that know it.
         kind = flash_attention(config, factory, dtype) if attention == "auto" else attention
         options = {"config": config, "dtype": dtype, "attn_implementation": kind}

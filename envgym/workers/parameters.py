@@ -1,9 +1,12 @@
-"""Parameters of a model, whole: their numbers wherever ranks keep them, how many they are, and what a token costs."""
+"""Parameters of a model, whole: their numbers wherever ranks keep them, in files, how many they are, and what a token
+costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +71,28 @@ def averaged_parameters(
         yield from adapter.parameters(read, merged=True, remove_duplicate=True)
         return
     yield from ((name, read(name, parameter)) for name, parameter in model.named_parameters())
+
+
+def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write named tensors, any device and dtype, to `path`. A reader never sees a half-written file.
+
+    Tensors may share memory (tied embeddings): each is written in full under its own name.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous().cpu()
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors refuses shared memory
+        seen.add(tensor.data_ptr())
+    try:
+        save_file(separate, unfinished, metadata={"format": "pt"})
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def flops_per_token(model: nn.Module) -> tuple[float, float]:

@@ -20,9 +20,8 @@ from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.transcript import Transcript
-from envgym.training.checkpoints import Checkpoints
+from envgym.training.checkpoints import Checkpoints, Progress
 from envgym.training.launch import Components
-from envgym.training.progress import Progress
 from envgym.training.run_folder import RunFolder
 from envgym.types import Action, Outcome, Row, Segment, StopReason, Task, Turn
 

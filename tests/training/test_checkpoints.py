@@ -7,8 +7,7 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError
-from envgym.training.checkpoints import BestMetric
-from envgym.training.progress import Progress
+from envgym.training.checkpoints import BestMetric, Progress
 
 
 def metric_of(wanted):

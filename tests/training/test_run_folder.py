@@ -12,6 +12,7 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.disk import write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
+from envgym.training.checkpoints import set_aside
 from envgym.training.run import claimed_folder, resume_config
 from envgym.training.run_folder import RunFolder, stage_folders
 
@@ -235,8 +236,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_unpickled(folder)
 
 def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(folder):
     first, second = checkpoint(folder, 1), checkpoint(folder, 2)
-    assert folder.set_aside(second) == first == folder.last_checkpoint()
-    assert folder.set_aside(first) is None
+    assert set_aside(folder, second) == first == folder.last_checkpoint()
+    assert set_aside(folder, first) is None
     assert first.exists()
     checkpoint(folder, 2, keep=1)  # the run comes by again
     assert folder.last_checkpoint() == second

@@ -15,8 +15,8 @@ from envgym.config.schema import StageConfig
 from envgym.engines.base import SamplingParams
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
+from envgym.training.checkpoints import Progress
 from envgym.training.launch import Components
-from envgym.training.progress import Progress
 from envgym.training.update import Update
 from envgym.training.weight_sync import PROBE, WeightSync
 from envgym.workers.metrics import merge
