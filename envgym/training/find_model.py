@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,40 +132,28 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display)
     final = checkpoint / "model"
     if (final / "config.json").is_file():
         return final
-    origin = _origin(checkpoint)
-    _check_ranks(checkpoint, origin.stage)
+    config, folders, index = _origin(checkpoint)
+    # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
+    config, stage = config.model_copy(update={"runtime": runtime, "debug": False}), config.stages[index]
+    _check_ranks(checkpoint, stage)
     try:
-        before = origin.folders[origin.index - 1] if origin.index else None
-        config = origin.config.model_copy(update={"runtime": runtime})
-        if own := origin.stage.roles.get("actor"):
+        if own := stage.roles.get("actor"):
             own.model = own.model and await fetch_model(own.model, config, display)
-        base = await starting_model(config, origin.stage, before, display)
+        base = await starting_model(config, stage, folders[index - 1] if index else None, display)
     except EnvgymError as error:
         raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
     try:
         with unfinished(final) as made:
             display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
-            await _write_policy(made, checkpoint, origin, runtime, base)
+            await _write_policy(made, checkpoint, config, stage, folders[index], base)
             publish(made, final)
     except OSError as error:
         raise ConfigError(f"the model of {checkpoint} cannot be written beside it: {error.strerror or error}") from None
     return final
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The stage that left a checkpoint: the run's settings, the folders of its stages, and which one it is."""
-
-    config: RunConfig
-    folders: list[RunFolder]
-    index: int
-
-    @property
-    def stage(self) -> StageConfig:
-        return self.config.stages[self.index]
-
-
-def _origin(checkpoint: Path) -> _Origin:
+def _origin(checkpoint: Path) -> tuple[RunConfig, list[RunFolder], int]:
+    """The run that left a checkpoint: its settings, the folders of its stages, and which one it is of (from 0)."""
     found = run_of_checkpoint(checkpoint)
     if found is None:
         raise ConfigError(f"checkpoint {checkpoint} is in no run folder, whose config.yaml says what it holds")
@@ -175,7 +162,7 @@ def _origin(checkpoint: Path) -> _Origin:
     config = validated(RunConfig, read_yaml(saved), str(saved))
     if index >= len(config.stages):
         raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {saved} has {len(config.stages)}")
-    return _Origin(config, stage_folders(run, config.learners), index)
+    return config, stage_folders(run, config.learners), index
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
@@ -187,15 +174,15 @@ def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:
         raise ConfigError(f"checkpoint {checkpoint} was written by {written} ranks, and its run's config says {ranks}")
 
 
-async def _write_policy(out: Path, checkpoint: Path, origin: _Origin, runtime: str, base: str) -> None:
+async def _write_policy(
+    out: Path, checkpoint: Path, config: RunConfig, stage: StageConfig, folder: RunFolder, base: str
+) -> None:
     """Write the policy of a checkpoint, with its tokenizer, into `out`."""
-    ranks = origin.stage.workers_of("actor").ranks
-    # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
-    config = origin.config.model_copy(update={"runtime": runtime, "debug": False})
-    workers = make_runtime(config, origin.folders[origin.index])
+    ranks = stage.workers_of("actor").ranks
+    workers = make_runtime(config, folder)
     try:
         try:
-            actor = await start_role(config, origin.stage, "actor", base, workers)
+            actor = await start_role(config, stage, "actor", base, workers)
         except EnvgymError as error:
             which = f"the {ranks} ranks" if ranks > 1 else "the rank"
             raise ConfigError(f"{which} that wrote checkpoint {checkpoint} cannot be started here: {error}") from None

@@ -1,12 +1,15 @@
 """The best checkpoint is that of the step at which a chosen metric was best."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError
+from envgym.training import checkpoints as module
 from envgym.training.checkpoints import BestMetric, Progress
 
 
@@ -88,3 +91,18 @@ def test_a_metric_of_evaluations_needs_them():
 def test_what_cannot_be_a_metric_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"checkpoint\.best"):
         resolve({"env": "math_verify", "checkpoint": {"best": wrong}})
+
+
+def test_what_a_phase_takes_is_added_up_over_its_turns_also_where_one_fails(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    progress = Progress()
+    for step in (1, 2):
+        progress.record = {"step": step}
+        with progress.timed("sync"):
+            now += 2.0
+        with contextlib.suppress(OSError), progress.timed("sync"):
+            now += 3.0
+            raise OSError("lost")
+        assert progress.record == {"step": step, "seconds/sync": 5.0}
+    assert progress.seconds == {"sync": 10.0}

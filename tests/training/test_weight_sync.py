@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from envgym.config.schema import StageConfig
 from envgym.engines.base import SamplingParams
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
+from envgym.training import weight_sync as module
 from envgym.training.checkpoints import Progress
 from envgym.training.launch import Components
 from envgym.training.update import Update
-from envgym.training.weight_sync import PROBE, WeightSync
+from envgym.training.weight_sync import PROBE, WeightSync, place
 from envgym.workers.metrics import merge
 
 TOLERANCE = 0.01
@@ -135,3 +137,14 @@ def test_the_largest_of_several_is_not_a_number_where_one_is_not(values):
     merged = merge({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
     assert math.isnan(merged["mismatch/max"])
     assert math.isnan(merged["ratio/min"])
+
+
+def test_weights_are_placed_where_a_file_can_be_written():
+    file = place(0) / "envgym-test-place"
+    file.touch()
+    file.unlink()
+
+
+def test_a_small_shared_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    assert place(2**30) == Path(tempfile.gettempdir())
