@@ -158,13 +158,14 @@ class LocalRuntime:
     def __init__(self, log_dir: Path | str, *, deterministic: bool = True) -> None:
         self._log_dir = Path(log_dir)
         self._deterministic = deterministic
-        self._workers: list[LocalWorker] = []
+        self._spawning: list[asyncio.Task[LocalWorker]] = []
 
     async def start(
         self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
     ) -> LocalWorker:
-        worker = await self._spawn(name, environ or {})
-        self._workers.append(worker)
+        spawning = asyncio.create_task(self._spawn(name, environ or {}))
+        self._spawning.append(spawning)
+        worker = await asyncio.shield(spawning)  # a process that half began would be nobody's: `close` ends it
         try:
             await worker.start(target, kwargs)
         except BaseException as error:
@@ -177,7 +178,8 @@ class LocalRuntime:
         return worker
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._workers))
+        spawned = await asyncio.gather(*self._spawning, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in spawned if isinstance(worker, LocalWorker)))
 
     async def _spawn(self, name: str, environ: Mapping[str, str]) -> LocalWorker:
         self._log_dir.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import envgym
-from envgym.errors import ResetNeeded
+from envgym.errors import InvalidStep, ResetNeeded
 from envgym.types import Action, Task
 
 OPTIONS = {"task": Task("t")}
@@ -36,6 +36,43 @@ def test_an_episode_that_has_ended_takes_no_step(ending):
                     await env.step(Action("too late"))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ((None, 1.0, True, {}), r"\(observation, reward, terminated, truncated, info\), not \(None, 1.0, True"),
+        ((None, 1.0, True, False, None), r"\(observation, reward, terminated, truncated, info\), not"),
+        ((None, float("nan"), True, False, {}), "a reward must be finite, not nan"),
+        ((None, 1.0, True, False, {"score": 1.5}), "a score lies in .0, 1., not at 1.5"),
+        ((None, 1.0, True, False, {"metrics": [1]}), "names to numbers, not .1."),
+    ],
+)
+def test_a_step_that_is_none_is_refused_with_what_is_wrong(returned, says):
+    class Returns(Ends):
+        async def step(self, action):
+            return returned
+
+    async def main():
+        async with envgym.EnvSpec("Returns-v0", Returns).make() as env:
+            await env.reset(options=OPTIONS)
+            await env.step(Action("x"))
+
+    with pytest.raises(InvalidStep, match=says):
+        asyncio.run(main())
+
+
+def test_metrics_that_are_no_numbers_are_counted():
+    class Returns(Ends):
+        async def step(self, action):
+            return None, 1.0, True, False, {"metrics": {"tries": True, "time": float("inf"), "note": "x"}}
+
+    async def main():
+        async with envgym.EnvSpec("Returns-v0", Returns).make() as env:
+            await env.reset(options=OPTIONS)
+            return await env.step(Action("x"))
+
+    assert asyncio.run(main())[4]["metrics"] == {"tries": 1.0, "invalid_metrics": 2.0}
 
 
 def test_a_place_is_given_back_once_however_often_an_instance_is_closed():

@@ -581,7 +581,7 @@ def test_the_pages_commands_train_on_a_server_that_registers(port, tmp_path, tin
 
     def lines(where: str) -> list[str]:
         [block] = re.findall(rf"^```sh\n# {where}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-        names = {"https://trainer": "https://localhost", "=trainer": "=localhost", "DNS:trainer": "DNS:localhost"}
+        names = {"https://trainer": "https://localhost", "CN=trainer": "CN=localhost", "DNS:trainer": "DNS:localhost"}
         more = {"=0.0.0.0:9000": "=127.0.0.1:9000", "9000": str(port), "8000": at, "env-box": "localhost"}
         for word, ours in {**names, **more}.items():
             block = block.replace(word, ours)

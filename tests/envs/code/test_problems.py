@@ -1,6 +1,7 @@
 """The problems that are made up: the same everywhere, disjoint, and with tests that tell right from wrong."""
 
 import ast
+import hashlib
 from collections import Counter
 
 from envgym.envs.code.cases import read_cases
@@ -41,6 +42,8 @@ def test_the_tasks_are_the_same_everywhere():
         "common", "recurrence", "steps_to_one", "running_sums",
     ]  # fmt: skip
     assert question(held_out_tasks(10)[0]).endswith(" decimal digits of n, each raised to the power 2, modulo 13.")
+    posed = "".join(repr(train(index).fields["tests"]) for index in range(100))
+    assert hashlib.sha256(posed.encode()).hexdigest()[:12] == "75f1aa79dbd5"
 
 
 def test_no_constant_passes_most_tests():
