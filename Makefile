@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-slow bench lint format clean
+.PHONY: demo test test-slow test-slow-training test-slow-workers test-slow-environments test-slow-commands
+.PHONY: bench lint format clean
 
 demo: .venv/installed  ## Train the starter policy on math_verify, about five minutes on two cores
 	$(BIN)/envgym train --env math_verify
@@ -12,8 +13,24 @@ demo: .venv/installed  ## Train the starter policy on math_verify, about five mi
 test: .venv/installed-dev  ## Every seam once, with real parts; two files at a time
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-slow: .venv/installed-dev  ## Every acceptance item; writes tests/results/
-	$(BIN)/python -m pytest -q -m slow
+test-slow: test-slow-training test-slow-workers test-slow-environments test-slow-commands  ## Every acceptance item
+
+ACCEPTANCE := tests/acceptance
+
+test-slow-training: .venv/installed-dev  ## Each part takes less than an hour and writes tests/results/
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
+		lora.py turns_and_tools.py placements.py no_survivors.py) tests/training tests/rollout tests/models
+
+test-slow-workers: .venv/installed-dev
+	$(BIN)/python -m pytest -q -m slow tests/workers tests/engines tests/learners
+
+test-slow-environments: .venv/installed-dev
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py) \
+		tests/check tests/env tests/envs tests/remote
+
+test-slow-commands: .venv/installed-dev
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py) \
+		tests/cli tests/evaluation tests/services tests/test_docs.py
 
 bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/results/
 	$(BIN)/python benchmarks/startup.py

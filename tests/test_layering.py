@@ -291,3 +291,18 @@ print(*sorted({HEAVY!r} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "\n"
+
+
+# -- the tiers of the tests -------------------------------------------------------------------------------
+
+
+def test_every_slow_test_is_in_one_part_of_the_slow_tier():
+    makefile = (ROOT / "Makefile").read_text()
+    parts = re.findall(r"^test-slow-\w+: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    named = [name for part in parts for name in re.findall(r"tests/[\w/.]+|(?<=[,\s])\w+\.py", part.replace("\\\n", ""))]
+    paths = [ROOT / (name if "/" in name else f"tests/acceptance/test_{name}") for name in named]
+    slow = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.slow" in path.read_text()]
+    assert len(parts) == 4
+    assert [path for path in paths if not path.exists()] == []
+    others = {path: [p for p in paths if path.is_relative_to(p)] for path in slow if path.name != "test_layering.py"}
+    assert {str(path) for path, of in others.items() if len(of) != 1} == set()

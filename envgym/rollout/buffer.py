@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
-from envgym.episodes.scores import is_flat
-from envgym.errors import RunError
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Task
 
-from .config import FilterConfig, RolloutConfig
+from .config import RolloutConfig
+from .filter import FilterConfig, filtered_by
 
 MAX_ROUNDS = 4
 """Times a step plays tasks without a filter: once, and again where too many groups fell short of members."""
@@ -80,28 +78,6 @@ class Buffer:
         self.refills = state["refills"]
         self.dropped_groups = state["dropped_groups"]
         self.filtered = Counter(state["filtered"])
-
-
-def filtered_by(config: FilterConfig, members: Sequence[Episode]) -> str:
-    """The reason, in one word, not to learn from a group of finished episodes; empty where there is none.
-
-    Source: Q. Yu et al., "DAPO" (2025), section 3.2, which keeps 0 < accuracy < 1. Rewards stand in for scores where
-    a member has none; where all have none, a range of scores cannot be asked for (`RunError`).
-    """
-    scores = [episode.score for episode in members if episode.score is not None]
-    if config.zero_variance and is_flat(members):
-        return "zero_variance"
-    low, high = config.min_score, config.max_score
-    if low is None and high is None:
-        return ""
-    if not scores:
-        raise RunError(
-            "rollout.filter.min_score and max_score go by scores, and the environment gives none (its rewards are not "
-            'all in [0, 1]): let it give info["score"], or use rollout.filter.zero_variance alone'
-        )
-    mean = fmean(scores)
-    outside = (low is not None and mean <= low) or (high is not None and mean >= high)
-    return "score_range" if outside else ""
 
 
 @dataclass(slots=True)

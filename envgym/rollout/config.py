@@ -1,37 +1,13 @@
-"""Settings of playing episodes, and of the groups of them that are learned from."""
+"""Settings of playing episodes."""
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from envgym.engines.base import SamplingParams
 from envgym.settings import Settings
 
-
-class FilterConfig(Settings):
-    """Dynamic filtering: groups that teach nothing are dropped, and other tasks are played in their place. What a
-    replay plays is never dropped."""
-
-    zero_variance: bool = False
-    """Drop groups whose episodes all have one score."""
-    min_score: float | None = Field(None, ge=0, le=1)
-    """Drop groups whose mean score is not above this."""
-    max_score: float | None = Field(None, ge=0, le=1)
-    """Drop groups whose mean score is not below this."""
-    max_rounds: int = Field(10, ge=1)
-    """Times a step plays tasks to get its groups. Then it learns from those it has, which is said."""
-
-    @property
-    def on(self) -> bool:
-        return self.zero_variance or self.min_score is not None or self.max_score is not None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
-            raise ValueError(f"no score is above min_score={self.min_score:g} and below max_score={self.max_score:g}")
-        return self
+from .filter import FilterConfig
 
 
 class RolloutConfig(Settings):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from envgym.env import ListTasks
 from envgym.rollout.buffer import MAX_ROUNDS, Buffer, fill
-from envgym.rollout.config import FilterConfig, RolloutConfig
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.filter import FilterConfig
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
