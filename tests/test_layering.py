@@ -299,7 +299,9 @@ print(*sorted({HEAVY!r} & set(sys.modules)))
 def test_every_slow_test_is_in_one_part_of_the_slow_tier():
     makefile = (ROOT / "Makefile").read_text()
     parts = re.findall(r"^test-slow-\w+: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
-    named = [name for part in parts for name in re.findall(r"tests/[\w/.]+|(?<=[,\s])\w+\.py", part.replace("\\\n", ""))]
+    named = [
+        name for part in parts for name in re.findall(r"tests/[\w/.]+|(?<=[,\s])\w+\.py", part.replace("\\\n", ""))
+    ]
     paths = [ROOT / (name if "/" in name else f"tests/acceptance/test_{name}") for name in named]
     slow = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.slow" in path.read_text()]
     assert len(parts) == 4
