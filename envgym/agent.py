@@ -65,3 +65,7 @@ class Agent(ABC):
 
     @abstractmethod
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode: ...
+
+    async def replay(self, env: CheckedEnv, task: Task, *, seed: int, member: int) -> Episode:
+        """Play recording `member` of a task: what agents that do not use the policy are asked for."""
+        return await self.run(env, task, None, seed=seed)

@@ -290,6 +290,10 @@ class Objective(StrEnum):
 
     POLICY_GRADIENT = "policy_gradient"
     CROSS_ENTROPY = "cross_entropy"
+    PREFERENCE = "preference"
+    """Pairs of answers, the chosen and the rejected."""
+    LABEL = "label"
+    """Answers, or steps of them, that are good or bad."""
 
 
 @dataclass(slots=True)
@@ -307,6 +311,20 @@ class Row:
     @property
     def n_action_tokens(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments if segment.role == "action")
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, and the turns that have some of them."""
+        kept, n_turns = [], 0
+        for segment in self.segments:
+            if length <= 0:
+                break
+            for name in ("token_ids", "loss_weights", "logprobs"):
+                if (values := getattr(segment, name)) is not None:
+                    setattr(segment, name, values[:length])
+            length -= len(segment.token_ids)
+            n_turns += segment.role == "action"
+            kept.append(segment)
+        self.segments, self.turns = kept, self.turns[:n_turns]
 
 
 class Status(StrEnum):

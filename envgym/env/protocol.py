@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from envgym.settings import Settings
-from envgym.types import Action, Task
+from envgym.types import Action, Message, Task
 
 if TYPE_CHECKING:
     from .spec import EnvSpec
@@ -26,6 +27,19 @@ class EnvConfig(Settings):
     """Episodes of this environment in play at once; unset: as many as the rollout plays."""
     call_timeout: float = Field(120.0, gt=0)
     """Seconds a reset or a step may take before the episode counts as failed (`timeout`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded answer to a task, for replay."""
+
+    turns: Sequence[str | Message]
+    """The assistant's turns, in order."""
+    rewards: Sequence[float | None] = ()
+    """What each turn is worth; empty: nothing is known of it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    are_pieces: bool = False
+    """The turns are pieces of one answer and follow each other as they stand, with no end of turn between."""
 
 
 class TaskSet(ABC):

@@ -19,7 +19,7 @@ from envgym.settings import settings_error
 from envgym.types import Episode, Judgement, Message, Task
 
 from .checked import CheckedEnv
-from .protocol import Env, EnvConfig, SeedTasks, TaskSet
+from .protocol import Env, EnvConfig, Recording, SeedTasks, TaskSet
 
 
 class EnvSpec:
@@ -101,6 +101,15 @@ class EnvSpec:
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The assistant's turns, in order, that show how `task` is done, for replay; the seed picks among variants."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
+
+    @property
+    def recordings(self) -> int:
+        """Recordings of each task: a replay plays all of them, each as a member of the task's group."""
+        return 1
+
+    def recording(self, task: Task, seed: int, member: int) -> Recording:
+        """A recording of `task`, for replay; by default its demonstrations."""
+        return Recording(self.demonstrations(task, seed))
 
     async def score_group(
         self, task: Task, episodes: Sequence[Episode]

@@ -212,7 +212,11 @@ class Runner:
             start = time.monotonic()
             # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
             seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
-            episode = await run_to_end(self._limited(self.agent.run(env, task, sampler, seed=seed), task))
+            if self.agent.uses_policy:
+                playing = self.agent.run(env, task, sampler, seed=seed)
+            else:
+                playing = self.agent.replay(env, task, seed=seed, member=member)
+            episode = await run_to_end(self._limited(playing, task))
         except StillRunning:
             is_left = True
             episode = Episode(id="", task=task, outcome=_left_to_itself(spec))

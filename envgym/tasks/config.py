@@ -85,7 +85,9 @@ class SourceConfig(Settings):
     def check_paths(self) -> None:
         """Raise `DataError` for a path at which there is nothing."""
         for path in (self.path, self.test_path):
-            if path is not None and not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
+            if path is None or path.startswith("stage:"):  # what an earlier stage is yet to leave
+                continue
+            if not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
                 raise DataError(f"there is no file {path}; a data set of a hub is downloaded to a folder first")
 
 

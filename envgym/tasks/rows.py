@@ -7,6 +7,8 @@ several times the memory.
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -22,7 +24,7 @@ from envgym.errors import DataError, did_you_mean, missing_package
 Row = dict[str, Any]
 BATCH = 1000
 """Rows of a table that are converted together when all are read."""
-SHARDS = (".jsonl", ".parquet")
+SHARDS = (".jsonl", ".parquet", ".csv")
 TABLES = (".parquet", ".arrow")
 TRAIN = "train"
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
@@ -136,7 +138,7 @@ class TableRows(Rows):
 
 
 class ListedRows(Rows):
-    """Rows that a generator has yielded."""
+    """Rows in memory, such as a generator has yielded."""
 
     def __init__(self, rows: Sequence[Row], source: str, stem: str) -> None:
         super().__init__(source, stem)
@@ -296,7 +298,34 @@ def _stem(path: Path, file: Path) -> str:
 def _open_file(path: Path, stem: str, limit: int | None) -> Rows:
     if not path.is_file():
         raise DataError(f"there is no data file {path}")
+    if path.suffix == ".csv":
+        return _read_csv(path, stem, limit)
+    if path.suffix == ".json" and (listed := _read_list(path)) is not None:
+        return ListedRows(listed[:limit], str(path), stem)
     return TableRows(path, stem, limit) if path.suffix in TABLES else JsonLines(path, stem, limit)
+
+
+def _read_csv(path: Path, stem: str, limit: int | None) -> Rows:
+    """The rows of a table with commas, whose first line names the fields. All values are text."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = list(itertools.islice(reader, limit))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a table with commas that can be read: {error}") from None
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise DataError(f"{path}, row {number}: it has not as many values as the first line has names")
+    return ListedRows(rows, str(path), stem)
+
+
+def _read_list(path: Path) -> list[Row] | None:
+    """The objects of a file that is one JSON list; None where it is not one, and may have an object a line."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) and all(isinstance(row, dict) for row in value) else None
 
 
 def _read_json(path: Path, key: str) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import ConfigError
 from envgym.isolation import event_loop
+from envgym.registry import load_component
 from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
 
 from .show import example_call, first_line, lines_of, signature
@@ -23,9 +24,12 @@ from .show import example_call, first_line, lines_of, signature
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from envgym.agent import Agent
     from envgym.check.play import Played
     from envgym.env import EnvSpec
 
+OF_REPLAY = ("agent", "render", "model")
+"""Settings that decide how recorded data become tokens."""
 FENCE = '"""'
 CALL = "/call"
 HOW = f"An answer is one line, or several between two lines of {FENCE}. Ctrl-D ends."
@@ -35,7 +39,7 @@ def try_main(arguments: Sequence[str]) -> int:
     parser = Parser(
         "envs try",
         "E [--seed N] [--task N] [key=value …]",
-        f"Play an episode of an environment yourself. {HOW} "
+        f"Play an episode of an environment yourself; of recorded data, see its tokens and which are taught. {HOW} "
         f'A tool is called by a line {CALL} NAME {{"argument": value}}; several, between {FENCE}, in one turn.',
         "envgym envs try math_verify\n  envgym envs try math_verify --task test:3",
     )
@@ -43,10 +47,27 @@ def try_main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", metavar="N", type=int, help="reset seed, which also draws the task (at random)")
     parser.add_argument("--task", metavar="N", type=_task_word, help="number of the task, test:N for a held-out one")
     options, words = parser.parse_with_words(arguments)
-    spec = make_spec(options.env, words)
+    of_replay = [word for word in words if word.partition("=")[0].partition(".")[0] in OF_REPLAY]
+    spec = make_spec(options.env, [word for word in words if word not in of_replay])
     seed = secrets.randbelow(10_000) if options.seed is None else options.seed
-    event_loop.run(_play(spec, seed, options.task))
+    if replays(spec):
+        from rich.console import Console
+
+        from .preview import preview
+
+        console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        event_loop.run(preview(options.env, words, options.task, seed, console))
+    elif of_replay:
+        parser.error(f"{of_replay[0]!r} is for recorded data: you answer yourself here")
+    else:
+        event_loop.run(_play(spec, seed, options.task))
     return 0
+
+
+def replays(spec: EnvSpec) -> bool:
+    """The environment is recorded data, which an agent plays that uses no policy."""
+    agent_class: type[Agent] = load_component("agent", spec.agent)
+    return not agent_class.uses_policy
 
 
 def _task_word(word: str) -> tuple[str, int]:

@@ -1,0 +1,84 @@
+"""`envgym envs try` of recorded data: which tokens a recording has, and which of them are taught."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envgym.config.resolve import resolve
+from envgym.config.words import parse_words
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.types import Row, Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from envgym.agent import Agent
+    from envgym.env import EnvSpec
+
+TAUGHT, NOT_TAUGHT = "bold green", "dim"
+OPEN, CLOSE = "⟦", "⟧"
+"""Marks around what is taught, for those who see no colours."""
+
+
+async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, seed: int, console: Console) -> None:
+    """Show every recording of a task as the tokens that a run would train on, those that are taught in colour.
+
+    Raises `ConfigError` where none of a recording is taught, or all of it though something was asked.
+    """
+    from envgym.monitoring.terminal import open_display
+    from envgym.training.find_model import fetch_model
+    from envgym.training.launch import make_agent
+
+    config = resolve({"do": "rollout", **parse_words(words), "env": {"name": env, **_own(words)}})
+    stage = config.stages[-1]
+    with open_display() as display:
+        model = await fetch_model(stage.model, config, display)
+    agent = make_agent(stage, model)
+    async with stage.make_spec() as spec:
+        split, number = task or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
+        try:
+            chosen = await spec.tasks(split).get(number)
+        except IndexError:
+            raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
+        console.print(f"{spec.id}, {split} task {chosen.key}, tokens of {Path(model).name}", style=NOT_TAUGHT)
+        for member in range(spec.recordings):
+            await _show(spec, agent, chosen, seed, member, console)
+
+
+def _own(words: Sequence[str]) -> dict[str, object]:
+    own = parse_words(words).get("env", {})
+    return dict(own) if isinstance(own, dict) else {}
+
+
+async def _show(spec: EnvSpec, agent: Agent, task: Task, seed: int, member: int, console: Console) -> None:
+    async with spec.of(task).make() as env:
+        try:
+            episode = await agent.replay(env, task, seed=seed, member=member)
+        except InvalidOutcome as error:
+            raise ConfigError(str(error)) from None
+    worth = "" if episode.reward is None else f", reward {episode.reward:g}"
+    for row in episode.rows:
+        weights = [weight for segment in row.segments for weight in segment.loss_weights]
+        n_taught = sum(weight > 0 for weight in weights)
+        console.print(f"recording {member + 1}: {n_taught} of {len(weights)} tokens are taught{worth}", style="bold")
+        _show_row(row, agent, console)
+        if not n_taught:
+            raise ConfigError(f"task {task.key}: no token would be taught")
+        if n_taught == len(weights) and task.prompt and episode.messages[0].text:
+            raise ConfigError(f"task {task.key}: every token would be taught, the question too")
+
+
+def _show_row(row: Row, agent: Agent, console: Console) -> None:
+    tokens = [
+        (token, weight > 0)
+        for segment in row.segments
+        for token, weight in zip(segment.token_ids, segment.loss_weights, strict=True)
+    ]
+    for taught, run in itertools.groupby(tokens, key=lambda one: one[1]):
+        text = agent.renderer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        console.print(f"{OPEN}{text}{CLOSE}" if taught else text, style=TAUGHT if taught else NOT_TAUGHT, end="")
+    console.print()

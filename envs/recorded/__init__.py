@@ -1,0 +1,115 @@
+"""Recorded data: demonstrations, preferences, labelled answers and steps, and plain text, taught as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from envgym.env import Env, Info, Recording, StepResult
+from envgym.errors import did_you_mean
+from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
+from envgym.tasks.config import Template
+from envgym.tasks.rows import Row
+from envgym.types import Action, Message, Observation, Task, ToolSpec
+
+from .forms import FIELDS, FormName, Reader, Record
+
+
+class RecordedConfig(DataEnvConfig):
+    form: FormName = "auto"
+    """`demonstration`: conversations, or prompts and answers; `preference`: a chosen and a rejected answer; `labelled`:
+    an answer that is good or bad; `steps`: an answer in steps, each right or wrong; `text`: plain text; `episodes`:
+    what `envgym rollout` and runs save. `auto`: by the fields of the first row."""
+    teach: Literal["all", "last"] = "all"
+    """The assistant's turns of a conversation that are taught: all of them, or the last alone."""
+    fields: dict[str, str] = Field({})
+    """Names of fields that are not the usual ones: `fields.chosen=better`, `fields.answer=completion_text`."""
+    template: Template = None
+    """Text made of what is asked last: `{}` stands for it, `{name}` for a field of the row, formats included
+    (`{reward:.2f}`)."""
+    separator: str = "\n\n"
+    """Text between two steps of an answer, which belongs to the one before it."""
+
+    @field_validator("fields")
+    @classmethod
+    def _are_known(cls, fields: dict[str, str]) -> dict[str, str]:
+        for name in fields:
+            if name not in FIELDS:
+                raise ValueError(f"there is no field {name!r}.{did_you_mean(name, FIELDS)} Known: {', '.join(FIELDS)}")
+        return fields
+
+
+class RecordedEnv(Env):
+    """Says what was asked, and between two turns of the answer what the recording has there."""
+
+    spec: RecordedSpec
+
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
+        given = options or {}
+        record = self.spec.record(given["task"])
+        answer = record.variants[given.get("member", 0)].messages
+        self._between = _between(answer)
+        if record.is_text:
+            return Observation(text=""), {}
+        tools = tuple(_tool(tool) for tool in record.tools)
+        return Observation(messages=record.prompt, tools=tools), {}
+
+    async def step(self, action: Action) -> StepResult:
+        observation = self._between.pop(0) if self._between else ()
+        return Observation(messages=observation), None, not self._between and not observation, False, {}
+
+
+class RecordedSpec(DataEnvSpec):
+    """Recorded data: demonstrations, preferences, labelled answers and steps, or plain text, from files."""
+
+    env_class = RecordedEnv
+    Config = RecordedConfig
+    config: RecordedConfig
+    agent = "replay"
+    answer_required = False
+
+    async def setup(self) -> None:
+        self._reader = Reader(
+            self.config.form, self.config.fields, self.config.teach, self.config.separator, self.config.template
+        )
+        await super().setup()
+
+    @property
+    def recordings(self) -> int:
+        return 2 if self._reader.form == "preference" else 1
+
+    def form(self) -> Form:
+        def read(row: Row, where: str) -> Row:
+            if self._reader.form == "auto":
+                self._reader.form = self._reader.guess(row, where)
+            return {"prompt": list(self._reader.read(row, where).prompt)}
+
+        return read
+
+    def record(self, task: Task) -> Record:
+        return self._reader.read(dict(task.fields), f"task {task.key}")
+
+    def recording(self, task: Task, seed: int, member: int) -> Recording:
+        record = self.record(task)
+        variant = record.variants[member]
+        turns = [message for message in variant.messages if message.role == "assistant"]
+        metrics = {"margin": record.margin} if record.margin else {}
+        return Recording(turns, variant.rewards, metrics, are_pieces=record.is_steps)
+
+
+def _between(answer: Sequence[Message]) -> list[tuple[Message, ...]]:
+    """The messages between each two turns of the assistant."""
+    found: list[list[Message]] = []
+    for message in answer:
+        if message.role == "assistant":
+            found.append([])
+        else:
+            found[-1].append(message)
+    return [tuple(messages) for messages in found[:-1]]
+
+
+def _tool(description: Mapping[str, Any]) -> ToolSpec:
+    function = description.get("function", description)
+    return ToolSpec(str(function["name"]), str(function.get("description") or ""), function.get("parameters") or {})

@@ -1,0 +1,240 @@
+"""Recorded data: the forms people keep them in, what is taught of them, and what is told of bad rows."""
+
+import asyncio
+import csv
+import json
+
+import pytest
+
+import envgym
+from envgym.agents.replay import Replay, ReplayConfig
+from envgym.engines.base import SamplingParams
+from envgym.errors import ConfigError, DataError
+from envgym.learner import trajectories
+from envgym.render import load_tokenizer, make_renderer
+from envgym.rollout.config import RolloutConfig
+from envgym.rollout.runner import Runner, SamplingPlan
+
+ASKED = [{"role": "user", "content": "1 + 2?"}]
+RIGHT = {"role": "assistant", "content": "3"}
+WRONG = {"role": "assistant", "content": "4"}
+TALK = [*ASKED, RIGHT, {"role": "user", "content": "And 1 more?"}, WRONG]
+SHARED = [{"from": "human", "value": "1 + 2?"}, {"from": "gpt", "value": "3"}]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def records(path, **settings):
+    """The records of all training tasks."""
+
+    async def main():
+        data = {"path": path, "test_fraction": 0}
+        async with envgym.spec("recorded", data=data, **settings) as spec:
+            tasks = spec.tasks("train")
+            return [spec.record(await tasks.get(index)) for index in range(tasks.size)]
+
+    return asyncio.run(main())
+
+
+def told(messages):
+    return [(message.role, message.text) for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "prompt", "answers"),
+    [
+        ({"messages": TALK}, {}, "u1 + 2?", ["a3 uAnd 1 more? a4"]),
+        ({"messages": TALK}, {"teach": "last"}, "u1 + 2? a3 uAnd 1 more?", ["a4"]),
+        ({"messages": [*TALK, {"role": "user", "content": "Thanks!"}]}, {"teach": "last"}, "u1 + 2? a3 uAnd 1 more?",
+         ["a4"]),
+        ({"conversations": SHARED}, {}, "u1 + 2?", ["a3"]),
+        ({"conversations": [{"from": "system", "value": "Add."}, *SHARED]}, {}, "sAdd. u1 + 2?", ["a3"]),
+        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, {}, "uAdd.\n\n1 and 2", ["a3"]),
+        ({"instruction": "Add 1 and 2.", "input": "", "output": "3"}, {}, "uAdd 1 and 2.", ["a3"]),
+        ({"instruction": "And 1 more?", "output": "4", "history": [["1 + 2?", "3"]], "system": "Add."}, {},
+         "sAdd. u1 + 2?", ["a3 uAnd 1 more? a4"]),
+        ({"prompt": "1 + 2?", "completion": "3"}, {}, "u1 + 2?", ["a3"]),
+        ({"prompt": ASKED, "completion": [RIGHT]}, {}, "u1 + 2?", ["a3"]),
+        ({"ask": "1 + 2?", "say": "3"}, {"form": "demonstration", "fields": {"prompt": "ask", "answer": "say"}},
+         "u1 + 2?", ["a3"]),
+        ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"}, {}, "u1 + 2?", ["a3", "a4"]),
+        ({"prompt": ASKED, "chosen": [RIGHT], "rejected": [WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
+        ({"chosen": [*ASKED, RIGHT], "rejected": [*ASKED, WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
+        ({"prompt": "1 + 2?", "chosen": [*ASKED, RIGHT], "rejected": [*ASKED, WRONG]}, {}, "u1 + 2?", ["a3", "a4"]),
+        ({"prompt": "1 + 2?", "completion": "3", "label": True}, {}, "u1 + 2?", ["a3"]),
+        ({"prompt": "1 + 2?", "completions": ["I add.", "3"], "labels": [True, False]}, {}, "u1 + 2?",
+         ["aI add.\n\n a3\n\n"]),
+        ({"text": "1 + 2 = 3"}, {}, "", ["a1 + 2 = 3"]),
+        ({"prompt": "1 + 2?", "completion": "3", "reward": 0.5}, {"template": "{} <{reward:.2f}>"}, "u1 + 2? <0.50>",
+         ["a3"]),
+    ],
+)  # fmt: skip
+def test_the_usual_forms_are_understood_without_settings(row, settings, prompt, answers, write):
+    [record] = records(write(row), **settings)
+
+    def short(messages):
+        return " ".join(f"{role[0]}{text}" for role, text in told(messages))
+
+    assert short(record.prompt) == prompt
+    assert [short(variant.messages) for variant in record.variants] == answers
+
+
+@pytest.mark.parametrize(
+    ("row", "rewards"),
+    [
+        ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"}, [(1.0,), (0.0,)]),
+        ({"prompt": "1 + 2?", "completion": "3", "label": False}, [(0.0,)]),
+        ({"prompt": "1 + 2?", "completion": "3", "label": 1}, [(1.0,)]),
+        ({"prompt": "1 + 2?", "completions": ["a", "b", "c"], "labels": [True, None, 0.25]}, [(1.0, None, 0.25)]),
+        ({"prompt": "1 + 2?", "completions": ["a", "b"], "labels": [1, -1]}, [(1.0, 0.0)]),
+        ({"prompt": "1 + 2?", "completion": "3"}, [()]),
+    ],
+)
+def test_answers_are_worth_what_the_row_says(row, rewards, write):
+    [record] = records(write(row))
+    assert [variant.rewards for variant in record.variants] == rewards
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "says"),
+    [
+        ({"prompt": "1 + 2?", "completion": "3", "chosen": "3"}, {"form": "preference"}, "no field rejected or"),
+        ({"prompt": "1 + 2?", "chosen": "", "rejected": "4"}, {}, "is empty"),
+        ({"prompt": "1 + 2?", "completion": " "}, {}, "is empty"),
+        ({"prompt": "1 + 2?", "chosen": "3", "rejected": "3"}, {}, "the chosen answer is the rejected one"),
+        ({"prompt": "1 + 2?", "completion": "3", "label": "good"}, {}, "a label is true or false, not 'good'"),
+        ({"prompt": "1 + 2?", "completions": ["a"], "labels": [1, 0]}, {}, "lists of the same length"),
+        ({"prompt": "1 + 2?", "completions": ["a"], "labels": [7]}, {}, "a step's label is a probability"),
+        ({"prompt": "1 + 2?", "completions": ["a"], "labels": [None]}, {}, "no step has a label"),
+        ({"messages": [{"role": "user", "content": "1 + 2?"}]}, {}, "no turn of the assistant"),
+        ({"messages": [RIGHT]}, {}, "nothing is asked"),
+        ({"messages": [*ASKED, RIGHT, WRONG]}, {}, "two turns of the assistant follow each other"),
+        ({"messages": "1 + 2?"}, {}, "a conversation is a list of messages"),
+        ({"messages": [*ASKED, 3]}, {}, "not 3"),
+        ({"colour": "red"}, {}, "no known form of recorded data; the row has colour: say which it is with env.form"),
+        ({"prompt": 5, "completion": "3"}, {}, "a conversation is a list of messages, not 5"),
+        ({"prompt": "1 + 2?", "completion": "3"}, {"template": "{} {worth}"}, "env.template names a field 'worth'"),
+        ('{"prompt": "1 + 2?", "compl', {}, "not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(row, settings, says, write):
+    with pytest.raises(DataError, match=says) as failure:
+        records(write("", row), **settings)
+    assert "data.jsonl:2: " in str(failure.value)
+
+
+def test_an_unknown_field_is_refused_with_the_ones_there_are():
+    with pytest.raises(ConfigError, match=r"there is no field 'choosen'. Did you mean 'chosen'"):
+        envgym.spec("recorded", fields={"choosen": "a"})
+
+
+def test_a_table_of_commas_is_data_too(tmp_path):
+    path = tmp_path / "data.csv"
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerows([["prompt", "completion"], ["1 + 2?", "3"], ["a\nb", 'say "c", d']])
+    first, second = records(str(path))
+    assert told(first.variants[0].messages) == [("assistant", "3")]
+    assert (told(second.prompt), told(second.variants[0].messages)) == (
+        [("user", "a\nb")],
+        [("assistant", 'say "c", d')],
+    )
+
+
+def test_a_list_of_objects_is_data_too(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"prompt": "1 + 2?", "completion": "3"}] * 2, indent=2))
+    assert len(records(str(path))) == 2
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------
+
+
+def replayed(path, model, *, agent=None, samples=1, **settings):
+    """The groups of a step of training, without a trainer."""
+
+    async def main():
+        renderer = make_renderer("auto", load_tokenizer(str(model)))
+        async with envgym.spec("recorded", data={"path": path, "test_fraction": 0}, **settings) as spec:
+            replay = Replay(renderer, ReplayConfig(**agent or {}))
+            runner = Runner(spec, replay, None, RolloutConfig(refills=0), max_model_len=0, seed=0, deterministic=False)
+            tasks = [await spec.tasks("train").get(index) for index in range(spec.tasks("train").size)]
+            plan = SamplingPlan("step-1", SamplingParams(8, 1.0, 1.0, 0, ()), spec.recordings)
+            return await runner.play(tasks, plan), renderer
+
+    return asyncio.run(main())
+
+
+def taught(row, renderer):
+    """The text of a row with what is taught in brackets."""
+    text = ""
+    for segment in row.segments:
+        weights = set(segment.loss_weights)
+        assert len(weights) <= 1
+        part = renderer.tokenizer.decode(list(segment.token_ids))
+        text += f"[{part}]" if weights == {1.0} else part
+    return text
+
+
+def test_all_turns_of_a_conversation_are_taught_with_the_token_that_ends_them(write, tiny_model):
+    [group], renderer = replayed(write({"messages": TALK}), tiny_model)
+    [row] = group.episodes[0].rows
+    assert taught(row, renderer) == (
+        "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]\n"
+        "<|im_start|>user\nAnd 1 more?<|im_end|>\n<|im_start|>assistant\n[4<|im_end|>]"
+    )
+    [last], _ = replayed(write({"messages": TALK}), tiny_model, teach="last")
+    [row] = last.episodes[0].rows
+    assert taught(row, renderer).count("[") == 1
+    assert taught(row, renderer).endswith("[4<|im_end|>]")
+
+
+def test_a_preference_is_a_group_of_two(write, tiny_model):
+    row = {"prompt": "1 + 2?", "chosen": "3", "rejected": "4", "margin": 0.5}
+    [group], renderer = replayed(write(row), tiny_model)
+    assert [(taught(e.rows[0], renderer)[-14:], e.reward, e.member) for e in group.episodes] == [
+        ("t\n[3<|im_end|>]"[-14:], 1.0, 0), ("t\n[4<|im_end|>]"[-14:], 0.0, 1)
+    ]  # fmt: skip
+    assert group.episodes[0].metrics == {"margin": 0.5}
+
+
+def test_steps_are_segments_of_one_answer_with_their_labels(write, tiny_model):
+    row = {"prompt": "1 + 2?", "completions": ["I add.", "3"], "labels": [True, False]}
+    [group], renderer = replayed(write(row), tiny_model)
+    [row] = group.episodes[0].rows
+    assert taught(row, renderer).endswith("assistant\n[I add.\n\n][3\n\n<|im_end|>]")
+    assert [turn.reward for turn in row.turns] == [1.0, 0.0]
+
+
+def test_plain_text_is_taught_whole(write, tiny_model):
+    [group], renderer = replayed(write({"text": "1 + 2 = 3"}), tiny_model)
+    [row] = group.episodes[0].rows
+    assert taught(row, renderer).replace("]", "").replace("[", "") == "1 + 2 = 3<|im_end|>"
+    [[trajectory]] = trajectories([group])
+    assert trajectory.samples[0].loss_weights.tolist() == [0.0] + [1.0] * (len(row.token_ids) - 1)
+
+
+def test_a_row_that_is_too_long_loses_its_end_or_is_left_out(write, tiny_model):
+    path = write(
+        {"prompt": "1 + 2?", "completion": "the answer is forty-six. " * 4}, {"prompt": "1?", "completion": "1"}
+    )
+    [whole, short], renderer = replayed(path, tiny_model)
+    n = len(whole.episodes[0].rows[0].token_ids)
+    [cut, same], _ = replayed(path, tiny_model, agent={"max_tokens": n - 3})
+    [row] = cut.episodes[0].rows
+    assert list(row.token_ids) == list(whole.episodes[0].rows[0].token_ids)[: n - 3]
+    assert not taught(row, renderer).endswith("<|im_end|>]")
+    assert (cut.episodes[0].outcome.status, cut.episodes[0].outcome.reason) == ("truncated", "length")
+    assert list(same.episodes[0].rows[0].token_ids) == list(short.episodes[0].rows[0].token_ids)
+    [dropped, _], _ = replayed(path, tiny_model, agent={"max_tokens": n - 3, "too_long": "drop"})
+    assert (dropped.episodes[0].failed, dropped.episodes[0].outcome.reason) == (True, "too_long")
+    [nothing, _], _ = replayed(path, tiny_model, agent={"max_tokens": 4})
+    assert nothing.episodes[0].outcome.reason == "too_long"
