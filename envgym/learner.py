@@ -38,6 +38,10 @@ class RoleSpec:
 
     `idle_steps`: loop steps at the start of the stage in which a trained role is not trained yet.
     `entropy`: the loss differentiates the policy's entropy; else it is only there to be logged.
+    `top_k`: a role that is not trained scores with the k likeliest tokens, [T, k, 2]: their log-probabilities in the
+    place of each token, in nats, and their ids.
+    `needs_model`: its model must be named in the settings.
+    `compared`: name of an array [T, K] of token ids, whose log-probabilities the loss of a trained role reads too.
     """
 
     trained: bool = False
@@ -45,6 +49,9 @@ class RoleSpec:
     head: Literal["lm", "scalar"] = "lm"
     idle_steps: int = 0
     entropy: bool = False
+    top_k: int = 0
+    needs_model: bool = False
+    compared: str = ""
 
 
 @dataclass(slots=True)
@@ -54,7 +61,7 @@ class TrainSample:
     token_ids    [T] int
     loss_weights [T] float32, how much token t counts (predicted from the tokens before it); loss_weights[0] is 0
     old_logprobs [T] float32 nats, log-probabilities as sampled; NaN where nothing was sampled
-    arrays       name -> [T] float32: what scoring roles say, by role; what the learner's loss reads (advantages)
+    arrays       name -> [T] or [T, …] float32: what scoring roles say, by role; what the learner's loss reads
     temperatures [T] float32, what each action token was sampled at; None: all at 1
     batch_unit   samples of one unit (a pair, a group) stay in one micro-batch
     episode      index of the episode within the step, for aggregation by episode
@@ -102,6 +109,14 @@ class TrainSample:
             versions=tuple(sorted({span.version for segment in segments for span in segment.versions})),
         )
 
+    def unsample(self) -> None:
+        """Forget that the tokens were sampled at other temperatures than 1: they count as data, likely as the model
+        itself has it."""
+        import numpy as np
+
+        if self.temperatures is not None and (self.temperatures != 1).any():
+            self.temperatures, self.old_logprobs = None, np.full_like(self.old_logprobs, np.nan)
+
 
 @dataclass(slots=True)
 class Trajectory:
@@ -126,8 +141,9 @@ def trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
 class RowBatch:
     """A padded micro-batch of rows of one objective, as tensors in the worker. B rows, T tokens.
 
-    token_ids [B, T] int64; loss_weights, old_logprobs and every entry of arrays [B, T] float32. Padding has weight 0.
-    `episodes` [B] are the rows' episode indexes.
+    token_ids [B, T] int64; loss_weights and old_logprobs [B, T], every entry of arrays [B, T] or [B, T, …], float32.
+    Padding has weight 0.
+    `episodes` [B] are the rows' episode indexes, `units` [B] their batch units.
     """
 
     objective: Objective
@@ -136,6 +152,7 @@ class RowBatch:
     old_logprobs: torch.Tensor
     arrays: dict[str, torch.Tensor]
     episodes: torch.Tensor
+    units: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +162,14 @@ class Outputs:
     logprobs `lm`: log-probabilities of token t given those before it, in nats, at the temperature it was sampled at;
              0 at t = 0 and wherever nothing counts or was sampled
     entropy  `lm`: of the distribution that token t was drawn from, in nats, likewise
+    others   `lm`: [B, T, K] log-probabilities of the tokens that the role's `compared` array names in the place of
+             token t
     values   `scalar`: one value a token, from the tokens up to and with t
     """
 
     logprobs: torch.Tensor = None
     entropy: torch.Tensor = None
+    others: torch.Tensor = None
     values: torch.Tensor = None
 
 
@@ -197,6 +217,9 @@ class LearnerConfig(Settings):
     """Keep a float32 moving average of the policy's weights, `decay * average + (1 - decay) * weights` after each
     optimizer step, and leave it in the run folder as `model_ema/`. 0: none."""
 
+    neftune_alpha: float = Field(0.0, ge=0)
+    """Noise on the token embeddings while learning (N. Jain et al., "NEFTune", 2023): uniform, of at most this divided
+    by the square root of the row's length times the embeddings' width. 5 is usual for SFT."""
     moe_aux_coef: float = Field(0.0, ge=0)
     """Weight of the loss that keeps the experts of a mixture of experts equally busy (Switch Transformer, 2021); it is
     added to the learner's own. A usual value is 0.001."""
@@ -237,6 +260,13 @@ class Learner(ABC):
 
     min_group_size: ClassVar[int] = 1
     """Episodes of one task a group must have to be learned from."""
+    needs_samples: ClassVar[bool] = False
+    """True if it learns only from what the policy sampled, not from recordings."""
+
+    def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        """The samples that scoring roles see, before `prepare`. A learner that needs more than the episodes' own adds
+        them to the trajectories here."""
+        return [sample for group in groups for trajectory in group for sample in trajectory.samples]
 
     @abstractmethod
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
@@ -272,6 +302,10 @@ class Learner(ABC):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
+
+    def description(self) -> Mapping[str, Any]:
+        """Entries for the config of the policy's model when it is saved, such as the statistics of its rewards."""
+        return {}
 
     def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """Numbers about held-out recorded rows from the actor's log-probabilities of them ([T] each)."""

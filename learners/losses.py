@@ -13,8 +13,10 @@ import torch
 
 from envgym.learner import Metrics, Outputs, RowBatch
 
-from .settings import CorrectionConfig, KLEstimator, PolicyGradientConfig
+from .settings import CorrectionConfig, DPOConfig, KLEstimator, KTOConfig, PolicyGradientConfig
 
+EPS = 1e-6
+"""Probability below which what is left beside given tokens is taken for their rounding."""
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Losses, and where the lower and where the upper bound held the ratio (bool)."""
 
@@ -290,3 +292,90 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ke
         "policy/ratio/max": (largest, 1.0),
         "policy/ratio/min": (smallest, 1.0),
     }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Preferences and labels. Numbers are [units] of a batch: one a pair, or one an episode
+
+
+def unit_sums(values: torch.Tensor, batch: RowBatch, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """[units] the sum of `values` over the tokens that count of each unit's rows, or of those `rows` [B] bool of it."""
+    of_rows = torch.where(batch.loss_weights > 0, values, 0.0).sum(1)
+    if rows is not None:
+        of_rows = torch.where(rows, of_rows, 0.0)
+    units, index = batch.units.unique(return_inverse=True)
+    return of_rows.new_zeros(len(units)).index_add(0, index, of_rows)
+
+
+def unit_constants(name: str, batch: RowBatch) -> torch.Tensor:
+    """[units] a number that is the same at every token of a unit, which `batch.arrays` holds under `name`."""
+    units, index = batch.units.unique(return_inverse=True)
+    return batch.arrays[name].new_zeros(len(units)).index_copy(0, index, batch.arrays[name][:, 0])
+
+
+def pair_sums(values: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[pairs] each: the sums of `values` over the tokens that count of the chosen and of the rejected."""
+    chosen = batch.arrays["chosen"][:, 0] > 0
+    return unit_sums(values, batch, chosen), unit_sums(values, batch, ~chosen)
+
+
+def ranking_loss(difference: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
+    """-log sigmoid(r_chosen - r_rejected - margin), the shape of `difference`.
+
+    Source: L. Ouyang et al. (2022), eq. 1; the margin H. Touvron et al., "Llama 2" (2023), eq. 2. Without a margin it
+    is log(1 + exp(r_rejected - r_chosen)).
+    """
+    return -torch.nn.functional.logsigmoid(difference - margin)
+
+
+def dpo_loss(margin: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+    """The loss of pairs by their `margin`: beta times (log pi - log pi_ref of the chosen, less that of the rejected).
+
+    `sigmoid`: -(1 - e) log sigmoid(m) - e log sigmoid(-m), with label smoothing e (R. Rafailov et al., 2023, eq. 7;
+    cDPO: E. Mitchell, 2023). `ipo`: (m / beta - 1 / (2 beta))^2 (M. G. Azar et al., 2023, eq. 17).
+    """
+    if config.loss == "ipo":
+        return (margin / config.beta - 1 / (2 * config.beta)).square()
+    likely, unlikely = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
+    return -(1 - config.label_smoothing) * likely - config.label_smoothing * unlikely
+
+
+def nll_of_chosen(logprobs: torch.Tensor, batch: RowBatch) -> tuple[torch.Tensor, float]:
+    """The weighted sum of -log pi over the chosen answers' tokens, and the sum of their weights."""
+    weights = batch.loss_weights * batch.arrays["chosen"]
+    return torch.where(weights > 0, -weights * logprobs, 0.0).sum(), float(weights.sum())
+
+
+def kto_loss(moved: torch.Tensor, baseline: torch.Tensor, good: torch.Tensor, config: KTOConfig) -> torch.Tensor:
+    """w_d (1 - sigmoid(beta (moved - z))) of good answers and w_u (1 - sigmoid(beta (z - moved))) of bad ones.
+
+    `moved` is log pi - log pi_ref of an answer, z the `baseline`, `good` bool; all one shape. Source: K. Ethayarajh et
+    al. (2024), eq. 8.
+    """
+    margin = config.beta * (moved - baseline)
+    desirable, undesirable = config.desirable * (-margin).sigmoid(), config.undesirable * margin.sigmoid()
+    return torch.where(good, desirable, undesirable)
+
+
+def step_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The binary cross-entropy of `labels` in [0, 1], the shape of both."""
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """[tokens] the KL of the student's distribution q from the teacher's p, in nats: sum p (log p - log q).
+
+    student, teacher [tokens, k]: log-probabilities of the teacher's k likeliest tokens. All others count as one more
+    token; where there are none it has no probability, and the KL is exact.
+    """
+    of_teacher, of_student = remainder(teacher), remainder(student)
+    others = torch.where(
+        of_teacher > 0, of_teacher * (of_teacher.clamp(min=EPS) / of_student.clamp(min=EPS)).log(), 0.0
+    )
+    return (teacher.exp() * (teacher - student)).sum(-1) + others
+
+
+def remainder(logprobs: torch.Tensor) -> torch.Tensor:
+    """The probability of all tokens but those of the last dimension: what is less than rounding makes of it is 0."""
+    left = 1 - logprobs.exp().sum(-1)
+    return torch.where(left > EPS, left, 0.0)

@@ -35,6 +35,7 @@ class PolicyGradient(Learner):
 
     Config: ClassVar[type[LearnerConfig]] = PolicyGradientConfig
     config: PolicyGradientConfig
+    needs_samples = True
 
     def __init__(self, config: LearnerConfig) -> None:
         super().__init__(config)

@@ -191,3 +191,57 @@ def _needs_recompute(settings: Mapping[str, Any]) -> str | None:
     if kind != "none":
         return f"correction {kind}"
     return "policy_loss gspo" if settings.get("policy_loss") == "gspo" else None
+
+
+class DPOConfig(LearnerConfig):
+    """Settings of DPO."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference model: the smaller, the further the policy may move."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: DPO's logistic loss; `ipo`: a squared one, which does not push sure preferences ever further apart."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of the pairs that are taken to be labelled the wrong way round (cDPO)."""
+    nll_coef: float = Field(0.0, ge=0)
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens."""
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _is_the_sigmoids(cls, smoothing: float, info: ValidationInfo) -> float:
+        if smoothing and info.data.get("loss") == "ipo":
+            raise ValueError("label_smoothing is for loss=sigmoid: IPO's loss is not sure of its labels anyway")
+        return smoothing
+
+
+class KTOConfig(LearnerConfig):
+    """Settings of KTO."""
+
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference model, and how soon an answer is good or bad enough."""
+    desirable: float = Field(1.0, ge=0)
+    """Weight of good answers. With the other: such that good and bad count about the same in all."""
+    undesirable: float = Field(1.0, ge=0)
+    """Weight of bad answers."""
+
+
+class RewardModelConfig(LearnerConfig):
+    """Settings of a reward model."""
+
+    margin: bool = False
+    """The chosen answer's reward is to be higher by the pair's `margin`, a field of the data."""
+
+
+class SFTConfig(LearnerConfig):
+    """Settings of supervised fine-tuning."""
+
+    select: Literal["all", "best"] = "all"
+    """Episodes of each task that are taught: all of them, or the one of the highest reward (rejection sampling)."""
+
+
+class DistillConfig(SFTConfig):
+    """Settings of distillation."""
+
+    kd_coef: float = Field(0.4, ge=0, le=1)
+    """Weight of the divergence from the teacher; the rest is the cross-entropy of the answers."""
+    top_k: int = Field(64, ge=1)
+    """The teacher's likeliest tokens that are compared one by one; all others together count as one more."""

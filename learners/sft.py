@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample, Trajectory
+from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RowBatch, TrainSample, Trajectory
+from envgym.types import Objective
+
+from .settings import SFTConfig
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +19,17 @@ if TYPE_CHECKING:
 class SFT(Learner):
     """Teaches the actions of its episodes as they stand: demonstrations that were replayed, or samples selected."""
 
+    Config: ClassVar[type[LearnerConfig]] = SFTConfig
+    config: SFTConfig
+
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        return [sample for group in groups for trajectory in group for sample in trajectory.samples]
+        best = self.config.select == "best"
+        taught = [trajectory for group in groups for trajectory in (best_of(group) if best else group)]
+        rows = [sample for trajectory in taught for sample in trajectory.samples]
+        for row in rows:
+            row.objective = Objective.CROSS_ENTROPY
+            row.unsample()
+        return rows
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -32,3 +44,9 @@ class SFT(Learner):
         total = sum(float(row.loss_weights.sum()) for row in rows)
         nll = -sum(float((row.loss_weights * output).sum()) for row, output in zip(rows, outputs, strict=True))
         return {"eval/loss": nll / max(total, 1e-8)}
+
+
+def best_of(group: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    """The trajectory of the highest reward, the first of equals; none where there is no reward."""
+    rewards = {index: one.episode.reward for index, one in enumerate(group) if one.episode.reward is not None}
+    return [group[max(rewards, key=lambda index: rewards[index])]] if rewards else []

@@ -1,26 +1,29 @@
-"""`envgym model`: make a model from a recipe that makes one, or from an adapter and its base."""
+"""`envgym model`: make a model from a recipe that makes one, or from an adapter and its base; export one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from envgym.errors import NameNotFound, did_you_mean
 
 from .errors import Invocation
 from .parser import Parser
 
-MERGE = "merge"
+MERGE, EXPORT = "merge", "export"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if arguments[:1] == [MERGE]:
         return _merge(arguments[1:])
+    if arguments[:1] == [EXPORT]:
+        return _export(arguments[1:])
     parser = Parser(
         "model",
-        "NAME | merge ADAPTER OUT [--base B]",
+        "NAME | merge ADAPTER OUT [--base B] | export MODEL OUT [options]",
         "Make a model from a recipe and print its folder. It is kept: the next one to ask finds it made. Or merge an "
-        "adapter into its base: see envgym model merge --help.",
+        "adapter into its base, or export a model: see envgym model merge --help and envgym model export --help.",
         "envgym model starter",
     )
     parser.add_argument("name", metavar="NAME", help="recipe that makes a model, such as starter")
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     makers = [name for name in recipe_names() if makes_model(name)]
     if options.name not in makers:
-        near = did_you_mean(options.name, [*makers, MERGE]) or f" There is {', '.join(makers)}."
+        near = did_you_mean(options.name, [*makers, MERGE, EXPORT]) or f" There is {', '.join(makers)}."
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.monitoring.terminal import open_display
@@ -58,4 +61,27 @@ def _merge(arguments: Sequence[str]) -> int:
     from envgym.models.merge import merge_adapter
 
     print(merge_adapter(options.adapter, options.out, base=options.base, note=print))
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        "model export",
+        "MODEL OUT [--dtype T] [--converter COMMAND]",
+        "Write MODEL (a model folder or a run) with its weights in 16 bit: as the folder OUT or, where OUT ends with "
+        ".gguf, by a converter such as llama.cpp's, which is called as COMMAND FOLDER --outfile OUT --outtype TYPE.",
+        'envgym model export runs/first first.gguf --converter "python convert_hf_to_gguf.py"',
+    )
+    parser.add_argument("model", metavar="MODEL", help="model folder, or the folder of a run")
+    parser.add_argument("out", metavar="OUT", help="folder to make, or a file that ends with .gguf")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="number format (default: bfloat16)")
+    parser.add_argument("--converter", metavar="COMMAND", help="program that writes GGUF files")
+    options = parser.parse_without_words(arguments, "a model is exported as it is")
+
+    from envgym.models.export import export_model
+    from envgym.training.run_folder import policy_of_run
+
+    model = policy_of_run(Path(options.model).expanduser())
+    print(export_model(model, Path(options.out).expanduser(), options.dtype, options.converter, print))
     return 0

@@ -48,7 +48,7 @@ class Adapter:
             target_modules=settings.targets,
             exclude_modules=heads or None,
             modules_to_save=heads or None,
-            task_type="CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
+            task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
             base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
             inference_mode=False,
         )

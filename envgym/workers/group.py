@@ -49,6 +49,7 @@ class WorkerGroup:
         learner_config: Mapping[str, Any] | None = None,
         trained: bool = True,
         head: Literal["lm", "scalar"] = "lm",
+        top_k: int = 0,
         seed: int = 0,
         deterministic: bool = False,
         after: asyncio.Future[Any] | None = None,
@@ -67,6 +68,7 @@ class WorkerGroup:
             "lora": (lora or LoraConfig()).model_dump(),
             "trained": trained,
             "head": head,
+            "top_k": top_k,
             "world_size": settings.ranks,
             "seed": seed,
             "deterministic": deterministic,
@@ -143,9 +145,10 @@ class WorkerGroup:
         """Write the LoRA adapter as a folder in peft's form, on rank 0's machine."""
         await self._on_all("export_adapter", folder)
 
-    async def save(self, folder: str) -> None:
-        """Write a Hugging Face model folder, without the tokenizer, an adapter merged into it."""
-        await self._on_all("save", folder)
+    async def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face model folder, without the tokenizer, an adapter merged into it. `described` are further
+        entries of its config."""
+        await self._on_all("save", folder, dict(described or {}))
 
     async def save_average(self, folder: str) -> None:
         """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""

@@ -63,26 +63,54 @@ class ScoringHead(nn.Linear):  # type: ignore[misc]  # torch is untyped here
         return head
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, entropy: bool, graph: bool
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None,
+        temperatures: torch.Tensor,
+        entropy: bool,
+        graph: bool,
+        likeliest: int = 0,
     ) -> tuple[torch.Tensor, ...]:
-        """[N] log-probabilities of `targets`, in nats, and if `entropy` the entropies of what they were drawn from.
+        """The log-probabilities of `targets`, in nats, and if `entropy` [N] entropies of what they were drawn from.
 
-        hidden [N, hidden size] in the weight's dtype, targets [N] int64, temperatures [N] that divide the logits.
+        hidden [N, hidden size] in the weight's dtype, targets [N] or [N, K] int64, temperatures [N] that divide logits.
         Logits are computed in the weight's dtype; from there on float32 counts (float64 for a weight in float64).
-        Entropies are part of the graph only if `graph`.
+        Entropies are part of the graph only if `graph`. With `likeliest` = k: see there.
         """
-        scored: tuple[torch.Tensor, ...] = _Score.apply(
+        if likeliest:
+            return self.likeliest(hidden, temperatures, likeliest)
+        assert targets is not None, "there are tokens to score, or the likeliest are asked for"
+        logprobs, *entropies = _Score.apply(
             hidden,
             self.weight,
             self.bias,
-            targets,
+            targets if targets.dim() == 2 else targets[:, None],
             temperatures,
             self.rescaling,
             entropy,
             graph,
             torch.is_grad_enabled(),
         )
-        return scored
+        return logprobs.view_as(targets), *entropies
+
+    def likeliest(self, hidden: torch.Tensor, temperatures: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, k] each: log-probabilities of the likeliest tokens, in nats, the likeliest first, and their ids.
+
+        Without a graph; arguments as in `forward`.
+        """
+        temperatures = temperatures.to(torch.promote_types(self.weight.dtype, torch.float32))
+        divide = bool((temperatures != 1).any())
+        none = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
+        vocabulary = _Vocabulary(hidden, self.weight, self.bias, none, temperatures, self.rescaling, divide)
+        total = torch.full_like(temperatures, -math.inf)
+        top, ids = temperatures.new_empty(len(hidden), 0), none[:, :0]
+        for part in vocabulary.slices:
+            logits = vocabulary.logits(part)
+            total = torch.logaddexp(total, logits.logsumexp(1))
+            candidates = torch.cat([ids, torch.arange(part.start, part.stop, device=ids.device).expand_as(logits)], 1)
+            top, order = torch.cat([top, logits], 1).topk(min(k, candidates.shape[1]), 1)
+            ids = candidates.gather(1, order)
+        return top - total[:, None], ids
 
 
 class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -105,7 +133,7 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
         temperatures = temperatures.to(torch.promote_types(weight.dtype, torch.float32))
         divide = bool((temperatures != 1).any())
         vocabulary = _Vocabulary(hidden, weight, bias, targets, temperatures, rescaling, divide)
-        taken = torch.zeros_like(temperatures)
+        taken = torch.zeros_like(targets, dtype=temperatures.dtype)
         total = torch.full_like(temperatures, -math.inf)  # log sum exp of the slices so far
         mean = torch.zeros_like(temperatures)  # sum p z, likewise
         keep = learns and len(vocabulary.slices) == 1  # then nothing is computed twice
@@ -123,14 +151,15 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
             total = new_total
         ctx.vocabulary, ctx.total, ctx.graph = vocabulary, total, entropy and graph
         ctx.logits = logits if keep else None
+        logprobs = taken - total[:, None]
         if not entropy:
-            return (taken - total,)
+            return (logprobs,)
         entropies = total - mean
         if graph:
             ctx.entropies = entropies.clone()  # not the output itself, which would hold on to its own graph
         else:
             ctx.mark_non_differentiable(entropies)
-        return taken - total, entropies
+        return logprobs, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -139,7 +168,8 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
         hidden, weight = vocabulary.hidden, vocabulary.weight
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # The factor between a logit and what is made of it, once for each row instead of for each logit.
-        of_logprobs = of_logprobs / vocabulary.temperatures * rescaling.scale
+        of_targets = of_logprobs / vocabulary.temperatures[:, None] * rescaling.scale
+        of_logprobs = of_targets.sum(1)
         if ctx.graph and of_entropies is not None:
             of_entropies = of_entropies / vocabulary.temperatures * rescaling.scale
         d_hidden = torch.zeros_like(hidden, dtype=of_logprobs.dtype) if wants_hidden else None
@@ -158,7 +188,7 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
                 del factor
             else:
                 gradient = logits.exp_().mul_(-of_logprobs[:, None])
-            vocabulary.add_at_targets(gradient, part, of_logprobs)
+            vocabulary.add_at_targets(gradient, part, of_targets)
             if slope is not None:
                 gradient.mul_(slope)
             if d_bias is not None:
@@ -201,15 +231,14 @@ class _Vocabulary:
         return logits.div_(self.temperatures[:, None]) if self.divide else logits
 
     def at_targets(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """[N] the targets' logits, 0 for those in other slices."""
+        """[N, K] the targets' logits, 0 for those in other slices."""
         columns, inside = self._columns(part)
-        return logits.gather(1, columns[:, None]).squeeze(1).where(inside, 0.0)
+        return logits.gather(1, columns).where(inside, 0.0)
 
     def add_at_targets(self, gradient: torch.Tensor, part: slice, values: torch.Tensor) -> None:
-        """Add `values` [N] where the targets are."""
+        """Add `values` [N, K] where the targets are."""
         columns, inside = self._columns(part)
-        rows = torch.arange(len(columns), device=columns.device)
-        gradient[rows, columns] += values.where(inside, 0.0)
+        gradient.scatter_add_(1, columns, values.where(inside, 0.0))
 
     def _columns(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         columns = self.targets - part.start
@@ -229,7 +258,7 @@ def with_scalar_head(config: Any) -> Any:
     config.num_labels = 1
     config.reward_at = "end_of_turn"  # rows end there, and so what is trained on them is to be read there
     config.classifier_dropout = 0.0  # without it Hugging Face drops a tenth of what the head sees
-    return transformers.AutoModelForTokenClassification
+    return transformers.AutoModelForSequenceClassification
 
 
 def scalar_head(model: nn.Module) -> nn.Module:

@@ -216,7 +216,7 @@ def pad(rows: Sequence[TrainSample], device: torch.device, length: int | None = 
     length = length or _longest(rows)
 
     def stack(arrays: Sequence[NDArray[Any]], fill: float, dtype: type) -> torch.Tensor:
-        out: NDArray[Any] = np.full((n_rows, length), fill, dtype)
+        out: NDArray[Any] = np.full((n_rows, length, *arrays[0].shape[1:]), fill, dtype)
         for line, array in zip(out, arrays, strict=True):
             line[: len(array)] = array
         return torch.from_numpy(out).to(device)
@@ -228,6 +228,7 @@ def pad(rows: Sequence[TrainSample], device: torch.device, length: int | None = 
         old_logprobs=stack([row.old_logprobs for row in rows], np.nan, np.float32),
         arrays={name: stack([row.arrays[name] for row in rows], 0, np.float32) for name in rows[0].arrays},
         episodes=torch.tensor([row.episode for row in rows], device=device),
+        units=torch.tensor([row.batch_unit for row in rows], device=device),
     )
 
 

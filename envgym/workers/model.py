@@ -29,7 +29,7 @@ from .adapter import Adapter
 from .config import WorkersConfig
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
-from .network import TokenScorer, check_experts, has_experts, load_model, use_packing
+from .network import TokenScorer, add_noise, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
 from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters, write_weights
 from .sequence_parallel import Slices
@@ -61,6 +61,7 @@ class ModelWorker:
         lora: Mapping[str, Any] | None = None,
         trained: bool = True,
         head: Literal["lm", "scalar"] = "lm",
+        top_k: int = 0,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -70,6 +71,7 @@ class ModelWorker:
         self.model_name = model
         self.trained = trained
         self.head = head
+        self.top_k = top_k
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
@@ -81,6 +83,8 @@ class ModelWorker:
         self.engine: Any = None
         """DeepSpeed's engine around `network`, or `network` itself where DeepSpeed has nothing to do."""
         self.learner = _make_learner(learner, learner_config or {}) if learner and trained else None
+        self._compared = ""
+        """`RoleSpec.compared` of its role."""
         self.average: MovingAverage | None = None
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -146,14 +150,20 @@ class ModelWorker:
             first = next(name for name, spec in roles.items() if spec.trained)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.role == first)
+            if (alpha := self.learner.config.neftune_alpha) and self.role == first:
+                if self.settings.ranks_per_row > 1:
+                    raise ConfigError("learner.neftune_alpha and ranks that share rows: leave one of them out")
+                add_noise(model, alpha)
         self._flops = flops_per_token(model)  # of all of it, before it is spread over ranks
         role = self.learner.roles.get(self.role) if self.learner else None
+        self._compared = role.compared if role else ""
         self.network = TokenScorer(
             model,
             self.head,
             entropy=role is not None and role.entropy,
             balance=self._balances(model),
             slices=slices,
+            top_k=self.top_k,
         )
         if tensor_parallel_size > 1:
             tensor_parallel.prepare(self.network, model)
@@ -214,14 +224,16 @@ class ModelWorker:
         """One float32 array [T] a row, in order. `arrays` are not read.
 
         `lm` head: log p(token t | those before), in nats, at the token's temperature, of tokens that have a weight or
-        were sampled; 0 for the others, of which no logits are computed, and at t = 0. `scalar`: values, of all tokens.
+        were sampled; 0 for the others, of which no logits are computed, and at t = 0. With `top_k`, [T, k, 2]: the
+        tokens likeliest in the place of t, as log-probability and id each. `scalar`: values, of all tokens.
         """
         self.engine.eval()
         numbered = [replace(row, arrays={}, batch_unit=index) for index, row in enumerate(rows)]
         [batches] = micro_batches(numbered, self.settings.budget, 1, packed=self.network.packed)
         scores: list[FloatArray] = [np.empty(0, np.float32)] * len(rows)
+        name = "values" if self.head == "scalar" else "likeliest" if self.top_k else "logprobs"
         for batch in self._as_many_as_other_ranks(batches):
-            numbers = self._forward(batch, [pad(batch, self.device)])["logprobs" if self.head == "lm" else "values"]
+            numbers = self._forward(batch, [pad(batch, self.device)])[name]
             for row, line in zip(batch, numbers.cpu().numpy(), strict=True):
                 scores[row.batch_unit] = line[: len(row.token_ids)].copy()
         return scores
@@ -302,7 +314,10 @@ class ModelWorker:
 
     def _forward(self, rows: Sequence[TrainSample], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
         """The network's outputs of a micro-batch. `batches` are its rows, in order, padded to one length."""
-        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(rows, batches, self.device))
+        inputs = network_inputs(rows, batches, self.device)
+        compared = self._compared if self.network.training else ""
+        others = torch.cat([batch.arrays[compared] for batch in batches]).long() if compared else None
+        outputs: dict[str, torch.Tensor] = self.engine(*inputs, others)
         return outputs
 
     def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
@@ -350,10 +365,14 @@ class ModelWorker:
         if self.rank == 0:
             self.adapter.write(folder, tensors)
 
-    def save(self, folder: str) -> None:
-        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes."""
+    def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes.
+
+        `described` are further entries of its config.
+        """
         tensors = dict(self._parameters(remove_duplicate=True))
         if self.rank == 0:
+            self.network.model.config.update(dict(described or {}))
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
     def save_average(self, folder: str) -> None:

@@ -7,6 +7,7 @@ Log-probabilities and entropies are computed inside `forward` (see `head`), so t
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
     `balance`: in training the model, a mixture of experts, also gives how unequally busy its experts are.
     `slices`: the ranks that share the tokens of each row; all of them answer for all tokens.
     `packed` may be set where `packs` allows it: rows go through the model end to end instead of padded.
+    `top_k`: an `lm` head answers with the k likeliest tokens instead.
 
     Raises `EnvgymError` for a model that cannot do what is asked of it.
     """
@@ -42,6 +44,7 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         entropy: bool = False,
         balance: bool = False,
         slices: Slices | None = None,
+        top_k: int = 0,
     ) -> None:
         super().__init__()
         self.model = model
@@ -50,6 +53,7 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.balance = balance
         self.slices = slices or Slices()
         self.packed = False
+        self.top_k = top_k
         if head == "lm":
             output = model.get_output_embeddings()
             if not isinstance(output, nn.Linear):
@@ -59,10 +63,17 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
             ScoringHead.of(output, Rescaling.of(model.config))
 
     def forward(
-        self, token_ids: torch.Tensor, lengths: torch.Tensor, wanted: torch.Tensor, temperatures: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        wanted: torch.Tensor,
+        temperatures: torch.Tensor,
+        others: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return float32 [B, T] each: `logprobs` and, in training mode, `entropy`; or `values`. Where experts are
-        balanced, training mode adds the scalar `balance`.
+        balanced, training mode adds the scalar `balance`. `others` [B, T, K] are tokens in the place of token t whose
+        log-probabilities are asked for too: `others`, float32 [B, T, K]. With `top_k`, `likeliest` alone: float32
+        [B, T, k, 2] log-probabilities of the tokens that are likeliest in the place of token t, and their ids.
 
         token_ids [B, T] are rows of `lengths` [B], padded on the right: attention is causal, so no real token ever
         sees padding and no mask is needed. `wanted` [B, T] bool: tokens that are asked about; for the others, and
@@ -84,12 +95,26 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         # the state at t - 1 predicts token t
         targets, asked, scales = (self.slices.own(whole, ahead=1) for whole in (token_ids, wanted, temperatures))
         states = hidden[0, asked[real]] if self.packed else hidden[asked]
-        numbers = self.model.get_output_embeddings()(states, targets[asked], scales[asked], self.training, self.entropy)
-        spread = [number.new_zeros(asked.shape).masked_scatter(asked, number) for number in numbers]
-        both = self.slices.join(torch.stack(spread, 2), length)
-        return outputs | dict(
-            zip(("logprobs", "entropy"), nn.functional.pad(both[:, :-1], (0, 0, 1, 0)).unbind(2), strict=False)
-        )
+        head = self.model.get_output_embeddings()
+        if self.top_k:
+            top = torch.stack(head(states, None, scales[asked], False, False, self.top_k), 2).float()
+            return outputs | {"likeliest": self._at_tokens(top, asked, length)}
+        of_each = targets[asked][:, None]
+        if others is not None:
+            of_each = torch.cat([of_each, self.slices.own(others, ahead=1)[asked]], 1)
+        logprobs, *entropy = head(states, of_each, scales[asked], self.training, self.entropy)
+        numbers = self._at_tokens(torch.cat([logprobs, *(one[:, None] for one in entropy)], 1), asked, length)
+        outputs["logprobs"] = numbers[..., 0]
+        if others is not None:
+            outputs["others"] = numbers[..., 1 : 1 + others.shape[2]]
+        return outputs | ({"entropy": numbers[..., -1]} if entropy else {})
+
+    def _at_tokens(self, numbers: torch.Tensor, asked: torch.Tensor, length: int) -> torch.Tensor:
+        """[B, T, …] the numbers [N, …] of the states that `asked` [B, t] picks, each at the token after it; else 0."""
+        spread = numbers.new_zeros(*asked.shape, *numbers.shape[1:])
+        spread = spread.masked_scatter(asked.view(*asked.shape, *[1] * (numbers.dim() - 1)), numbers)
+        whole = self.slices.join(spread, length)
+        return nn.functional.pad(whole[:, :-1], (0, 0) * (numbers.dim() - 1) + (1, 0))
 
     def _answer(self, token_ids: torch.Tensor, lengths: torch.Tensor, real: torch.Tensor) -> Any:
         """Outputs of the model without its head: hidden states [B, T, hidden size], of this rank's slices; if packed
@@ -99,6 +124,22 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         if self.packed:
             return backbone(**packed_inputs(token_ids, lengths, real), use_cache=False, **options)
         return self.slices.answer(backbone, token_ids, **options)
+
+
+def add_noise(model: nn.Module, alpha: float) -> None:
+    """Have `model` (from Hugging Face) see its token embeddings with noise while it learns.
+
+    Source: N. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (2023), algorithm 1: uniform
+    between -m and m, m = alpha / sqrt(T d) for rows of T tokens and d numbers each.
+    """
+
+    def noisy(embeddings: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if not embeddings.training:
+            return output
+        most = alpha / math.sqrt(output.shape[-2] * output.shape[-1])
+        return output + torch.empty_like(output).uniform_(-most, most)
+
+    model.get_input_embeddings().register_forward_hook(noisy)
 
 
 def load_model(

@@ -35,14 +35,14 @@ class Slices:
         self._attentions = 0
 
     def own(self, whole: torch.Tensor, *, ahead: int = 0, beyond: float = 0) -> torch.Tensor:
-        """This rank's [B, t] of `whole` [B, T], read `ahead` tokens further right; past the end comes `beyond`.
+        """This rank's [B, t, …] of `whole` [B, T, …], read `ahead` tokens further right; past the end comes `beyond`.
 
         One ahead is what a state predicts, also where the next token is in the next slice.
         """
         length = -(-whole.shape[1] // self.size)
         start = self.rank * length + ahead
         part = whole[:, start : start + length]
-        return nn.functional.pad(part, (0, length - part.shape[1]), value=beyond)
+        return nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=beyond)
 
     def join(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """The slices [B, t, …] of all ranks as one [B, length, …], on every rank.

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from envgym.learner import LearnerConfig, Outputs, trajectories
+from envgym.learner import Outputs, trajectories
+from envgym.learners.settings import SFTConfig
 from envgym.learners.sft import SFT
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
 from envgym.workers.layout import pad
@@ -23,7 +24,7 @@ def groups(*lengths):
 
 @pytest.fixture
 def sft():
-    return SFT(LearnerConfig(name="sft"))
+    return SFT(SFTConfig(name="sft"))
 
 
 def test_loss_is_the_token_mean_over_the_step(sft):

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from envgym.cli import main
 from envgym.config.resolve import resolve
@@ -125,7 +125,7 @@ def test_a_critic_may_have_an_adapter_too(tmp_path, tiny_model):
     program(tmp_path, "model", "merge", run / "critic_adapter", "critic")
     ids = torch.arange(3, 100)[None]
     left, merged = (
-        AutoModelForTokenClassification.from_pretrained(path) for path in (run / "critic", tmp_path / "critic")
+        AutoModelForSequenceClassification.from_pretrained(path) for path in (run / "critic", tmp_path / "critic")
     )
     with torch.no_grad():
         assert torch.equal(left(ids).logits, merged(ids).logits)

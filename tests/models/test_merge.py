@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
 )
 
@@ -129,7 +128,7 @@ def test_what_a_run_leaves_is_what_merging_its_adapter_gives(worker_of, tmp_path
     assert left.keys() == merged.keys()
     for name, tensor in left.items():
         torch.testing.assert_close(merged[name], tensor, atol=1e-7, rtol=1e-6)
-    kind = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+    kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     _, loading = kind.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not loading["missing_keys"]
 

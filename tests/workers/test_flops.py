@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from envgym.workers.metrics import peak_flops
 from envgym.workers.parameters import flops_per_token
@@ -30,8 +36,8 @@ def test_the_embedding_is_only_looked_up_and_the_head_is_multiplied_with(tied):
 
 
 def test_a_scalar_head_is_small():
-    model = Qwen3ForTokenClassification(Qwen3Config(**SHAPE, num_labels=1))
-    assert flops_per_token(model) == (6 * (BODY + 16 + 1), ATTENTION)
+    model = Qwen3ForSequenceClassification(Qwen3Config(**SHAPE, num_labels=1))
+    assert flops_per_token(model) == (6 * (BODY + 16), ATTENTION)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():

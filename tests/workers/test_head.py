@@ -146,3 +146,31 @@ def test_never_are_there_more_logits_than_the_limit(monkeypatch):
     logprobs, _ = ScoringHead.of(head, Rescaling())(hidden, targets, temperatures, True, True)
     logprobs.sum().backward()
     assert largest == TOKENS * 8
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("rescaling", RESCALINGS)
+def test_several_tokens_in_one_place_and_their_gradient(rescaling):
+    """Also where one is asked for twice."""
+    head, hidden, targets, temperatures = make(bias=True)
+    several = torch.stack([targets, (targets + 9) % VOCABULARY, targets, (targets * 7) % VOCABULARY], 1)
+    weights = torch.randn(several.shape, dtype=torch.float64)
+    parameters = [hidden, *head.parameters()]
+    expected = torch.stack([numbers(hidden, head, own, temperatures, rescaling)[0] for own in several.T], 1)
+    wanted = torch.autograd.grad((weights * expected).sum(), parameters)
+    [scored] = ScoringHead.of(head, rescaling)(hidden, several, temperatures, False, False)
+    torch.testing.assert_close(scored, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(torch.autograd.grad((weights * scored).sum(), parameters), wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("rescaling", RESCALINGS)
+@pytest.mark.parametrize("k", [1, 5, VOCABULARY])
+def test_the_likeliest_tokens_are_those_of_all_logits(rescaling, k):
+    head, hidden, _, temperatures = make(bias=True)
+    everything = torch.arange(VOCABULARY).expand(TOKENS, -1)
+    logs = torch.stack([numbers(hidden, head, own, temperatures, rescaling)[0] for own in everything.T], 1)
+    expected = logs.topk(k, 1)
+    found, ids = ScoringHead.of(head, rescaling)(hidden, None, temperatures, False, False, k)
+    torch.testing.assert_close(found, expected.values, atol=1e-12, rtol=0)
+    assert torch.equal(ids, expected.indices)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from envgym.errors import ConfigError
@@ -55,7 +55,7 @@ def make_model(architecture, head="lm", attention="sdpa", **more):
     if head == "lm":
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     config.num_labels, config.classifier_dropout = 1, 0.0
-    return AutoModelForTokenClassification.from_config(config, attn_implementation=attention)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
 
 
 def attend_by_hand(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **told):

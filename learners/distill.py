@@ -1,0 +1,54 @@
+"""Distillation: a smaller model learns what a larger one would have said in its place, not only the answer.
+
+Source: G. Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); token by token as in Y. Kim and A.
+Rush, "Sequence-Level Knowledge Distillation" (2016), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from envgym.learner import LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+
+from .settings import DistillConfig
+from .sft import SFT
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Distill(SFT):
+    """Cross-entropy of the answers, and the forward KL from a teacher at each of their tokens. The teacher (role
+    `teacher`) has the student's vocabulary."""
+
+    Config: ClassVar[type[LearnerConfig]] = DistillConfig
+    config: DistillConfig
+
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        return {
+            "actor": RoleSpec(trained=True, scored=False, compared="teacher_ids"),
+            "teacher": RoleSpec(top_k=self.config.top_k, needs_model=True),
+        }
+
+    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        rows = super().prepare(groups)
+        for row in rows:
+            likeliest = row.arrays["teacher"]
+            row.arrays["teacher"], row.arrays["teacher_ids"] = likeliest[..., 0], likeliest[..., 1]
+        return rows
+
+    def loss(
+        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
+    ) -> tuple[torch.Tensor, Metrics]:
+        import torch
+
+        from .losses import cross_entropy, divergence
+
+        nll, metric = cross_entropy(outputs, batch)
+        counts = batch.loss_weights > 0
+        student, teacher = outputs.others[counts], batch.arrays["teacher"][counts]
+        distance = (batch.loss_weights[counts] * divergence(student, teacher)).sum()
+        total = torch.lerp(nll, distance, self.config.kd_coef) / denominators[batch.objective]
+        return total, {"loss": metric, "distill/kl": (float(distance.detach()), metric[1])}

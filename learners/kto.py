@@ -1,0 +1,138 @@
+"""KTO: answers that are each called good or bad, without pairs.
+
+Source: K. Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization" (2024), section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
+from envgym.types import Objective
+
+from .settings import KTOConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from envgym.learner import FloatArray
+
+
+class KTO(Learner):
+    """Kahneman-Tversky optimisation. An episode is good if its reward is above one half.
+
+    Its point of reference is how far the policy has moved from the reference model on answers to other prompts: each
+    prompt with the answer of the episode before it, in the order of the step, the first with the last. It is measured
+    before the step's updates and is the same whatever micro-batches and ranks there are.
+    """
+
+    Config: ClassVar[type[LearnerConfig]] = KTOConfig
+    config: KTOConfig
+
+    @property
+    def roles(self) -> Mapping[str, RoleSpec]:
+        return {"actor": RoleSpec(trained=True, scored=True), "reference": RoleSpec()}
+
+    def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        """The episodes' rows and, for the point of reference, a mismatched one at the end of each episode's."""
+        members = [trajectory for group in groups for trajectory in group]
+        firsts = [trajectory.samples[0] for trajectory in members]
+        for trajectory, own, before in zip(members, firsts, [firsts[-1], *firsts[:-1]], strict=True):
+            trajectory.samples.append(mismatched(own, before))
+        return super().to_score(groups)
+
+    def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
+        import numpy as np
+
+        members = [trajectory for group in groups for trajectory in group]
+        found = [trajectory.samples.pop() for trajectory in members]
+        moved = [total(row, row.arrays["actor"] - row.arrays["reference"]) for row in found]
+        baseline = max(0.0, float(np.mean(moved)))
+        rows = []
+        for trajectory in members:
+            assert trajectory.episode.reward is not None, "a labelled answer has a reward"
+            for sample in trajectory.samples:
+                sample.objective = Objective.LABEL
+                of_episode = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
+                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in of_episode.items()}
+                del sample.arrays["actor"]
+                rows.append(sample)
+        return rows
+
+    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
+        episodes = {row.episode for row in rows if row.objective == Objective.LABEL}
+        return super().denominators(rows) | {Objective.LABEL: max(1.0, float(len(episodes)))}
+
+    def loss(
+        self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
+    ) -> tuple[torch.Tensor, Metrics]:
+        from .losses import kto_loss, unit_constants, unit_sums
+
+        moved = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)
+        good, baseline = unit_constants("good", batch), unit_constants("baseline", batch)
+        losses = kto_loss(moved, baseline, good > 0, self.config)
+        rewards, n, n_good = self.config.beta * moved.detach(), float(len(losses)), float(good.sum())
+        metrics = {
+            "loss": (float(losses.detach().sum()), n),
+            "reward/good": (float((rewards * good).sum()), n_good),
+            "reward/bad": (float((rewards * (1 - good)).sum()), n - n_good),
+            "policy/kl": (float(baseline.sum()), n),
+        }
+        return losses.sum() / denominators[batch.objective], metrics
+
+    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """`eval/accuracy`: the share of answers whose likelihood has moved the right way from the reference, by more or
+        by less than the point of reference; `eval/loss`."""
+        import numpy as np
+        import torch
+
+        from .losses import kto_loss
+
+        moved: dict[int, float] = {}
+        constants = {}
+        for row, own in zip(rows, outputs, strict=True):
+            difference = total(row, own - row.arrays["reference"])
+            moved[row.episode] = moved.get(row.episode, 0.0) + difference
+            constants[row.episode] = row.arrays["good"][0], row.arrays["baseline"][0]
+        of_episodes = torch.tensor(list(moved.values()), dtype=torch.float64)
+        good, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
+        losses = kto_loss(of_episodes, baseline, good > 0, self.config)
+        right = (of_episodes > baseline) == (good > 0)
+        return {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
+
+
+def total(row: TrainSample, values: FloatArray) -> float:
+    """The weighted sum of `values`, [T], over the tokens that count."""
+    import numpy as np
+
+    counts = row.loss_weights > 0
+    return float(row.loss_weights[counts].astype(np.float64) @ values[counts])
+
+
+def mismatched(asks: TrainSample, answers: TrainSample) -> TrainSample:
+    """A prompt, and the last answer of another episode behind it, as a row to score."""
+    import numpy as np
+
+    prompt, answer = (last_run(row.loss_weights > 0) for row in (asks, answers))
+    token_ids = np.concatenate([asks.token_ids[:prompt], answers.token_ids[answer:]])
+    weights = np.concatenate([np.zeros(prompt, np.float32), answers.loss_weights[answer:]])
+    return replace(
+        asks,
+        token_ids=token_ids,
+        loss_weights=weights,
+        old_logprobs=np.full(len(token_ids), np.nan, np.float32),
+        temperatures=None,
+        arrays={},
+    )
+
+
+def last_run(counts: NDArray[np.bool_]) -> int:
+    """Where the last run of tokens that count begins."""
+    import numpy as np
+
+    starts = np.flatnonzero(counts & ~np.concatenate([[False], counts[:-1]]))
+    return int(starts[-1])

@@ -1,0 +1,76 @@
+"""KTO: the point of reference, the loss by hand, and what must not change it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from envgym.learner import Outputs, trajectories
+from envgym.learners.kto import KTO
+from envgym.learners.settings import KTOConfig
+from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
+from envgym.workers.layout import pad
+
+CPU = torch.device("cpu")
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def answer(prompt, tokens, reward):
+    row = Row([Segment("prompt", prompt), Segment("action", tokens)], Objective.CROSS_ENTROPY)
+    return Group("g", Task("t"), [Episode("e", Task("t"), Outcome.completed(), [row], reward)])
+
+
+GROUPS = [answer([1, 2], [11, 12], 1.0), answer([3], [13], 0.0), answer([4, 5, 6], [14, 15, 16], 1.0)]
+
+
+def prepared(learner, groups, actor, reference):
+    """Rows of which these functions of a token say the log-probabilities."""
+    found = trajectories(groups)
+    for row in learner.to_score(found):
+        for name, says in (("actor", actor), ("reference", reference)):
+            row.arrays[name] = np.array([says(token) for token in row.token_ids], np.float32)
+    return learner.prepare(found)
+
+
+def test_each_prompt_is_followed_by_the_answer_before_it():
+    learner = KTO(KTOConfig(name="kto"))
+    rows = learner.to_score(trajectories(GROUPS))
+    assert [row.token_ids.tolist() for row in rows[1::2]] == [[1, 2, 14, 15, 16], [3, 11, 12], [4, 5, 6, 13]]
+    assert [row.loss_weights.tolist() for row in rows[1::2]] == [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_the_loss_by_hand(cut):
+    """Mismatched answers have moved by 0.9, 0.4 and 0.2: the point of reference is 0.5."""
+    learner = KTO(KTOConfig(name="kto", beta=2.0, desirable=1.5, undesirable=0.5))
+    moved = {11: 0.1, 12: 0.3, 13: 0.2, 14: 0.3, 15: 0.3, 16: 0.3}
+    rows = prepared(learner, GROUPS, lambda t: -3.0 + moved.get(t, 9.0), lambda t: -3.0)
+    assert [set(row.arrays) for row in rows] == [{"reference", "good", "baseline"}] * 3
+    assert rows[0].arrays["baseline"][0] == pytest.approx(0.5)
+    now = {11: 1.0, 12: 0.0, 13: -1.0, 14: 0.5, 15: 0.5, 16: 0.5}
+    total, denominators = 0.0, learner.denominators(rows)
+    for start in range(0, 3, cut):
+        batch = pad(rows[start : start + cut], CPU)
+        says = torch.tensor([[-3.0 + now.get(int(t), float("nan")) for t in line] for line in batch.token_ids])
+        total += learner.loss("actor", Outputs(says), batch, denominators)[0].item()
+    losses = [1.5 * (1 - sigmoid(2 * (1.0 - 0.5))), 0.5 * (1 - sigmoid(2 * (0.5 + 1.0))), 1.5 * (1 - sigmoid(2 * 1.0))]
+    assert total == pytest.approx(sum(losses) / 3, rel=1e-6)
+
+
+def test_a_policy_that_moved_closer_has_its_point_of_reference_at_zero():
+    learner = KTO(KTOConfig(name="kto"))
+    rows = prepared(learner, GROUPS, lambda t: -4.0, lambda t: -3.0)
+    assert {row.arrays["baseline"][0] for row in rows} == {0.0}
+
+
+def test_evaluation_asks_which_way_answers_moved():
+    learner = KTO(KTOConfig(name="kto"))
+    rows = prepared(learner, GROUPS, lambda t: -3.0, lambda t: -3.0)
+    outputs = [
+        np.full(len(row.token_ids), value, np.float32) for row, value in zip(rows, (-2.0, -2.0, -4.0), strict=True)
+    ]
+    assert learner.evaluate(rows, outputs)["eval/accuracy"] == pytest.approx(1 / 3)
