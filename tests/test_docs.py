@@ -61,6 +61,9 @@ def write_files(page: str, folder: Path) -> list[str]:
     for block in blocks(page, "yaml"):
         if name := re.match(r"# (\S+\.yaml)\n", block):
             (folder / name.group(1)).write_text(block)
+    for name, block in re.findall(r"^```jsonl (\S+)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL):
+        rows = [line.replace("?", f"? ({number})", 1) for number in range(40) for line in block.splitlines()]
+        (folder / name).write_text("".join(f"{row}\n" for row in rows))
     [row] = [json.loads(block) for block in blocks("math_verify.md", "json")]
     rows = [{**row, "question": f"{row['question']} ({number})"} for number in range(40)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

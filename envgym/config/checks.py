@@ -25,6 +25,11 @@ def complete_stage(stage: StageConfig) -> None:
     agent_class, agent_config = stage.agent_config()
     learner_class, learner_config = stage.learner_config()
     _check_roles(stage, learner_class(learner_config).roles, learner_config, samples=agent_class.uses_policy)
+    if stage.do == "train" and learner_class.needs_samples and not agent_class.uses_policy:
+        raise ConfigError(
+            f"learner {stage.learner.name} learns from what the policy samples, and agent {stage.agent.name} replays "
+            "recorded data: choose a learner for these, or another agent"
+        )
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
@@ -48,6 +53,8 @@ def _check_roles(
         workers.check(role, learner_config if role_spec.trained else None)
         lora.check(role, workers, samples=samples and role == "actor")
         own = stage.roles.get(role, RoleConfig())
+        if role_spec.needs_model and own.model is None and stage.do == "train":
+            raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")
         if own.lora and not role_spec.trained:
             raise ConfigError(f"roles.{role}.lora: the {role} is not trained, and so has no adapter")
         if stage.is_base(role, roles) and (own.workers or own.save):
@@ -71,12 +78,13 @@ def _check_groups(stage: StageConfig, learner_class: type[Learner]) -> None:
 
 
 def _check_pretraining(stage: StageConfig, learner_config: LearnerConfig) -> None:
-    if stage.pretrain.path is None:
+    if not stage.pretrain.paths:
         return
     if not getattr(learner_config, "pretrain_coef", 0.0) > 0:
         raise ConfigError(
             f"pretrain.path mixes text into a policy gradient, which learner {stage.learner.name} would give no "
             "weight: it needs a setting pretrain_coef above 0"
         )
-    if not Path(stage.pretrain.path).exists():
-        raise DataError(f"pretrain.path: there is no file {stage.pretrain.path}")
+    for path in stage.pretrain.paths:
+        if not Path(path).exists():
+            raise DataError(f"pretrain.path: there is no file {path}")

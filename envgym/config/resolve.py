@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from envgym.training.run_folder import run_of_checkpoint
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
-from .schema import RunConfig, StageConfig
+from .schema import STAGE, RunConfig, StageConfig, stage_name
 from .words import AUTO, COMPONENTS, changes_name, lay, merge, name_alone
 
 
@@ -55,15 +55,16 @@ def resolve(
     for layer in layers:
         run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
         common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
-        each = layer.get("stages") or [{}] * len(layered)
-        if not isinstance(each, list) or not all(isinstance(stage, Mapping) for stage in each):
-            raise ConfigError("key 'stages' is a list of settings, one for each stage")
+        each = stages_of(layer.get("stages"), layered) or [{}] * len(layered)
         layered += [copy.deepcopy(layered[0]) for _ in range(len(each) - len(layered))]
         del layered[len(each) :]
         for stage_layers, of in zip(layered, each, strict=True):
             stage_layers.lay(common, for_any_learner=layer is of_model)
             stage_layers.lay(of)
+            stage_layers.own_model = of.get("model", stage_layers.own_model)
     stages = [stage_layers.settings for stage_layers in layered]
+    if len(stages) > 1:
+        _name_stages(layered)
     known = set(StageConfig.model_fields)
     try:
         for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
@@ -93,8 +94,15 @@ class _Layered:
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
     _left_out: list[tuple[str, str, str]] = field(default_factory=list)
     """Component, the name of the one it was for, key."""
+    own_model: Any = None
+    """The model that was given for this stage in particular, which what holds for all stages does not change."""
     _roles: dict[str, str | None] = field(default_factory=dict)
     """Roles that the learner need not have, and the learner that they were set for; None: for whichever has them."""
+
+    @property
+    def name(self) -> str:
+        learner = name_alone(self.settings.get("learner", {})).get("name", "")
+        return stage_name(self.settings.get("name"), str(learner))
 
     def lay(self, over: Mapping[str, Any], *, for_any_learner: bool = False) -> None:
         """Lay one more layer on. `for_any_learner`: its roles are for learners that have them."""
@@ -132,6 +140,66 @@ class _Layered:
             f"out: {', '.join(dict.fromkeys(keys))}"
             for (kind, old), keys in lost.items()
         ]
+
+
+def stages_of(value: Any, layered: Sequence[_Layered]) -> list[dict[str, Any]]:
+    """The stages of a layer, each as often as it says (`repeat`), with the settings of its `recipe` below its own; or
+    settings of stages that the layers before name."""
+    if isinstance(value, Mapping):
+        names = [stage_layers.name for stage_layers in layered]
+        if unknown := [name for name in value if name not in names]:
+            raise ConfigError(f"stages.{unknown[0]}: there is no such stage.{did_you_mean(str(unknown[0]), names)}")
+        return [dict(value.get(name, {})) for name in names]
+    if value is not None and not (isinstance(value, list) and all(isinstance(stage, Mapping) for stage in value)):
+        raise ConfigError("key 'stages' is a list of settings, one for each stage")
+    stages = []
+    for stage in value or ():
+        own = {key: item for key, item in stage.items() if key not in ("recipe", "repeat")}
+        if "recipe" in stage:
+            recipe = load_recipe(str(stage["recipe"]))
+            if "stages" in recipe or "new_model" in recipe:
+                raise ConfigError(f"stages: recipe {stage['recipe']} is a run by itself, and no stage of another")
+            own = merge(recipe, own)
+        repeat = stage.get("repeat", 1)
+        if type(repeat) is not int or repeat < 1:
+            raise ConfigError(f"stages: repeat is a number of times, 1 or more, not {repeat!r:.60}")
+        for number in range(1, repeat + 1):
+            stages.append(copy.deepcopy(own))
+            if repeat > 1 and "name" in own:
+                stages[-1]["name"] = f"{own['name']}-{number}"
+    return stages
+
+
+def _name_stages(layered: Sequence[_Layered]) -> None:
+    """Check what stages are called and refer to, and let each begin with the model that the last one before it left,
+    unless it has one of its own."""
+    known: list[str] = []
+    trained: str | None = None
+    for number, stage_layers in enumerate(layered, 1):
+        stage = stage_layers.settings
+        if stage_layers.own_model is not None:
+            stage["model"] = stage_layers.own_model
+        elif trained is not None:
+            stage["model"] = f"{STAGE}{trained}"
+        for name in _references(stage):
+            if name not in known:
+                raise ConfigError(f"stage {number}: there is no stage {name!r} before it.{did_you_mean(name, known)}")
+        name = stage_layers.name
+        if name in known:
+            name = stage["name"] = f"{name}-{number}"
+        known.append(name)
+        trained = name if stage.get("do", "train") == "train" else trained
+
+
+def _references(value: Any) -> Iterator[str]:
+    """The stages whose results a value uses."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+    elif isinstance(value, str) and value.startswith(STAGE):
+        yield value.removeprefix(STAGE)
 
 
 def carried(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:

@@ -7,10 +7,11 @@ given back with `--config`, make the same run. `envgym.config.resolve` makes the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from envgym.agent import Agent, AgentConfig
 from envgym.env import EnvSpec
@@ -41,6 +42,8 @@ class Component(BaseModel):
         return dict(self.model_extra or {})
 
 
+STAGE = "stage:"
+"""What a value begins with that stands for what an earlier stage left."""
 ComponentField = Annotated[Component, BeforeValidator(name_alone)]
 
 
@@ -51,8 +54,8 @@ def _as_list(value: Any) -> Any:
 Trackers = Annotated[list[Literal["tensorboard", "wandb", "swanlab"]], BeforeValidator(_as_list)]
 
 
-class PretrainConfig(Settings):
-    """Text that is taught as it stands beside what the policy samples; `learner.pretrain_coef` weighs it."""
+class TextSource(Settings):
+    """One source of text."""
 
     path: str | None = None
     """JSONL, Parquet, a folder of them, one that `datasets` saved, or a text file with a document a line. Unset: no
@@ -61,10 +64,38 @@ class PretrainConfig(Settings):
     """The split of a folder that has several. Unset: `train`."""
     text: str = "text"
     """Field of the text."""
+
+
+class WeightedSource(TextSource):
+    """One source of several."""
+
+    path: str
+    """As for one alone."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the documents, against the others' weights."""
+
+
+class PretrainConfig(TextSource):
+    """Text that is taught as it stands beside what the policy samples; `learner.pretrain_coef` weighs it."""
+
+    sources: dict[str, WeightedSource] = Field({})
+    """Several sources in place of one: `sources.NAME.path`, `sources.NAME.weight`, …"""
     rows: int = Field(8, ge=1)
     """Documents a step, dealt out to its optimizer steps."""
     max_tokens: int = Field(512, ge=2)
     """Tokens a document is cut to; what it holds beyond them is not taught."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Where the text lies; none where none is mixed in."""
+        own = [] if self.path is None else [self.path]
+        return [*own, *(source.path for source in self.sources.values())]
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if self.path is not None and self.sources:
+            raise ValueError("give pretrain.path, or pretrain.sources.NAME.path for each of several")
+        return self
 
 
 class EngineConfig(Settings):
@@ -169,9 +200,19 @@ class RoleConfig(Settings):
     """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
 
 
-class StageConfig(Settings):
-    """One run of the one loop."""
+def stage_name(own: str | None, learner: str) -> str:
+    """The name of a stage: its own, or that of its learner, which may be in a file."""
+    return own or Path(learner.partition(":")[0]).stem
 
+
+class StageConfig(Settings):
+    """One run of the one loop, or with `do` another task of a pipeline."""
+
+    name: str | None = Field(None, pattern=r"^[\w.+-]+$")
+    """Name of the stage's folder and of what it leaves to later ones (`stage:NAME`); by default its learner's."""
+    do: Literal["train", "rollout", "score"] = "train"
+    """`rollout`: play the first `rollout.tasks` training tasks, `rollout.group_size` episodes of each, into a file.
+    `score`: let the environment judge the answers of `data.path`, episodes or recorded data, into a file."""
     env: ComponentField
     """Environment: id, `file.py[:Name]`, import path or URL, and its own settings."""
     agent: ComponentField = Component(name=AUTO)
@@ -179,7 +220,8 @@ class StageConfig(Settings):
     learner: ComponentField
     """Learner, and its own settings (`learner.lr`)."""
     model: str = DEFAULT_MODEL
-    """Hugging Face folder or hub id, or the name of a recipe that makes a model."""
+    """Hugging Face folder or hub id, the name of a recipe that makes a model, or `stage:NAME`; by default, after the
+    first stage, what the stage before trained."""
     data: dict[str, Any] = Field({})
     """Tasks for the environment: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
@@ -187,6 +229,8 @@ class StageConfig(Settings):
     """`chat`: the tokenizer's chat template; `text`: plain text; `auto`: the template where there is one."""
     steps: int = Field(100, ge=1)
     """Loop steps to stop after."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training tasks to stop after, in place of `steps`."""
     rollout: RolloutConfig = RolloutConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     pretrain: PretrainConfig = PretrainConfig()
@@ -261,12 +305,13 @@ class RunConfig(Settings):
     debug: bool = False
     """Workers run inside the controller, where a breakpoint works, and errors show their traceback."""
     stages: list[StageConfig] = Field(min_length=1)
-    """Stages, in the order they run; a stage trains the model that the one before it left."""
+    """Stages, in the order they run. Any value of a stage that is `stage:NAME` is what the stage of that name left: its
+    model or, where it did not train, its episodes."""
 
     @property
-    def learners(self) -> list[str]:
-        """The names of the stages' learners."""
-        return [stage.learner.name for stage in self.stages]
+    def stage_names(self) -> list[str]:
+        """The names of the stages."""
+        return [stage_name(stage.name, stage.learner.name) for stage in self.stages]
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

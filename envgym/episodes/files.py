@@ -30,6 +30,14 @@ def read_episodes(path: Path) -> list[Episode]:
     return episodes
 
 
+def holds_episodes(path: Path) -> bool:
+    """True if `read_episodes` would find some there."""
+    try:
+        return bool(read_episodes(path))
+    except (DataError, RunError):
+        return False
+
+
 def content_hash(path: Path) -> str:
     """A fingerprint of the files that `read_episodes` reads. Raises `DataError` like it."""
     digest = hashlib.sha256()

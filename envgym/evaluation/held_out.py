@@ -10,13 +10,14 @@ from envgym.config.schema import EvalConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
-from envgym.learner import Learner, trajectories
+from envgym.learner import Learner, Trajectory, trajectories
 from envgym.rollout.runner import SamplingPlan
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 
 from .result import result_of
 
+Scorer = Callable[[Sequence[Sequence[Trajectory]]], Awaitable[None]]
 Player = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
 
 
@@ -62,8 +63,15 @@ class HeldOut:
         groups = await self._play(await self.tasks(), SamplingPlan("eval-greedy", sampling, 1))
         return {**result_of(groups), "greedy": True}
 
-    async def recorded(self, learner: Learner, actor: WorkerGroup) -> dict[str, Any]:
-        """The learner's metrics of held-out recorded episodes, from the actor's scores of them."""
-        groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, 1))
-        rows = learner.prepare(trajectories(groups))
+    async def recorded(self, learner: Learner, actor: WorkerGroup, score: Scorer) -> dict[str, Any]:
+        """The learner's metrics of held-out recorded episodes, from the actor's outputs for them; `score` adds those of
+        the roles that score."""
+        plan = SamplingPlan("eval", self._sampling, self._spec.recordings)
+        played = [
+            replace(g, episodes=[e for e in g.episodes if not e.failed])
+            for g in await self._play(await self.tasks(), plan)
+        ]
+        groups = trajectories([group for group in played if len(group.episodes) == plan.samples])
+        await score(groups)
+        rows = learner.prepare(groups)
         return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}

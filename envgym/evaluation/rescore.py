@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent, AgentConfig, Sampler
-from envgym.config.schema import RunConfig
+from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import CheckedEnv, EnvSpec, ListTasks
 from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
@@ -25,7 +25,21 @@ from envgym.services import Policy, start_services
 from envgym.tasks import DataEnvSpec
 from envgym.training.launch import make_runner, running
 from envgym.training.run_folder import RunFolder
-from envgym.types import Action, Episode, Group, Limit, Outcome, Row, Segment, Status, Task, Turn
+from envgym.types import (
+    Action,
+    Episode,
+    Group,
+    Limit,
+    Message,
+    Outcome,
+    Row,
+    Segment,
+    Status,
+    StopReason,
+    Task,
+    Turn,
+    as_messages,
+)  # fmt: skip
 
 from .plan import Part
 from .play import ReadyPart
@@ -72,6 +86,26 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
         episodes = event_loop.run(_score(config, saved, folder, display))
         folder.finish(episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
+
+
+async def demonstrated(stage: StageConfig) -> list[Episode]:
+    """The demonstrations of all tasks of a stage's environment, held-out ones too, as episodes that nobody has judged
+    yet."""
+    episodes: list[Episode] = []
+    async with stage.make_spec() as spec:
+        for split in ("train", "test"):
+            tasks = spec.tasks(split)
+            if tasks.size is None:
+                raise ConfigError(f"environment {spec.id} has tasks without end: there is no end to its answers")
+            for task in [await tasks.get(index) for index in range(tasks.size)]:
+                shown = spec.demonstrations(task, 0)
+                turns = [turn if isinstance(turn, Message) else Message.of("assistant", turn) for turn in shown]
+                row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
+                group = f"demonstrated/{len(episodes):06d}"
+                episode = Episode(f"{group}:000:0", task, Outcome.completed(), [row], env=spec.id, group=group)
+                episode.messages = [*as_messages(task.prompt), *turns]
+                episodes.append(episode)
+    return episodes
 
 
 class Recorded(Agent):

@@ -6,14 +6,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from envgym.config.recipes import load_recipe, makes_model, read_yaml
 from envgym.config.resolve import resolve
-from envgym.config.schema import RunConfig, StageConfig
+from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
@@ -56,14 +57,27 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
     return name
 
 
-async def starting_model(config: RunConfig, stage: StageConfig, before: RunFolder | None, display: Display) -> str:
-    """The model that a stage starts from: what the stage `before` it left, else the one that its settings name. Raises
-    `ConfigError` where there is none."""
-    if before is None:
-        return await fetch_model(stage.model, config, display)
-    if not (before.model / "config.json").is_file():
-        raise ConfigError(f"there is no model in {before.model}")
-    return str(before.model)
+def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfig:
+    """The stage's settings with what earlier stages left, in the run's folder, in place of `stage:NAME`. Raises
+    `ConfigError` where one left nothing."""
+    names = config.stage_names
+    stages = dict(zip(names, zip(stage_folders(run, names), config.stages, strict=True), strict=True))
+
+    def result(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: result(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [result(item) for item in value]
+        if not isinstance(value, str) or not value.startswith(STAGE):
+            return value
+        folder, of = stages[value.removeprefix(STAGE)]
+        left = folder.model if of.do == "train" else folder.episodes
+        if not (left / "config.json" if of.do == "train" else left).is_file():
+            raise ConfigError(f"{value} has left no {left.name} in {folder.path}")
+        return str(left)
+
+    settings = stage.model_dump(mode="json", exclude_unset=True)
+    return validated(StageConfig, result(settings), "")
 
 
 def cache_folder() -> Path:
@@ -132,14 +146,15 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display)
     final = checkpoint / "model"
     if (final / "config.json").is_file():
         return final
-    config, folders, index = _origin(checkpoint)
+    run, config, folders, index = _origin(checkpoint)
     # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
     config, stage = config.model_copy(update={"runtime": runtime, "debug": False}), config.stages[index]
     _check_ranks(checkpoint, stage)
     try:
         if own := stage.roles.get("actor"):
             own.model = own.model and await fetch_model(own.model, config, display)
-        base = await starting_model(config, stage, folders[index - 1] if index else None, display)
+        stage = with_results(stage, config, run)
+        base = await fetch_model(stage.model, config, display)
     except EnvgymError as error:
         raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
     try:
@@ -152,8 +167,9 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display)
     return final
 
 
-def _origin(checkpoint: Path) -> tuple[RunConfig, list[RunFolder], int]:
-    """The run that left a checkpoint: its settings, the folders of its stages, and which one it is of (from 0)."""
+def _origin(checkpoint: Path) -> tuple[Path, RunConfig, list[RunFolder], int]:
+    """The run that left a checkpoint: its folder, its settings, the folders of its stages, and which one it is of (from
+    0)."""
     found = run_of_checkpoint(checkpoint)
     if found is None:
         raise ConfigError(f"checkpoint {checkpoint} is in no run folder, whose config.yaml says what it holds")
@@ -162,7 +178,7 @@ def _origin(checkpoint: Path) -> tuple[RunConfig, list[RunFolder], int]:
     config = validated(RunConfig, read_yaml(saved), str(saved))
     if index >= len(config.stages):
         raise ConfigError(f"checkpoint {checkpoint} is of stage {index + 1}, and {saved} has {len(config.stages)}")
-    return config, stage_folders(run, config.learners), index
+    return run, config, stage_folders(run, config.stage_names), index
 
 
 def _check_ranks(checkpoint: Path, stage: StageConfig) -> None:

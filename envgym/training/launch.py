@@ -112,7 +112,11 @@ async def start_components(
         lora.check_installed()
     agent = make_agent(stage, model)
     renderer = agent.renderer
-    pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.path else None
+    for role, role_spec in learner.roles.items():
+        own = stage.roles.get(role, RoleConfig()).model
+        if role_spec.top_k and own is not None and load_tokenizer(own).get_vocab() != renderer.tokenizer.get_vocab():
+            raise ConfigError(f"roles.{role}.model: {own} has another vocabulary than the policy, token by token")
+    pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
     if agent.uses_policy:
@@ -173,6 +177,7 @@ async def start_role(
         lora=stage.lora_of(role, spec),
         trained=spec.trained,
         head=spec.head,
+        top_k=spec.top_k,
         seed=config.seed,
         deterministic=config.deterministic,
         after=after,

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.config.schema import PretrainConfig
+from envgym.config.schema import PretrainConfig, TextSource
 from envgym.env import TaskSet
 from envgym.errors import DataError, did_you_mean
 from envgym.hashing import derived_seed
 from envgym.learner import TrainSample
 from envgym.render import Renderer
+from envgym.tasks import Interleaved
 from envgym.tasks.cursor import TaskCursor
 from envgym.tasks.rows import Rows, TextLines, open_rows
 from envgym.types import Objective, Observation, Task
@@ -31,9 +32,13 @@ class Pretraining:
     def __init__(self, config: PretrainConfig, renderer: Renderer, seed: int) -> None:
         self._config = config
         self._renderer = renderer
-        documents = _Documents(config)
-        if not documents.size:
-            raise DataError(f"pretrain.path: {config.path} holds no rows")
+        sources = list(config.sources.values())
+        parts = [_Documents(source) for source in sources] or [_Documents(config)]
+        for path, part in zip(config.paths, parts, strict=True):
+            if not part.size:
+                raise DataError(f"pretrain.path: {path} holds no rows")
+        weights = [source.weight for source in sources]
+        documents = Interleaved(parts, weights) if sources else parts[0]
         self._cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
     async def next(self) -> list[TrainSample]:
@@ -78,7 +83,7 @@ def spread(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
 class _Documents(TaskSet):
     """The documents of a file or folder."""
 
-    def __init__(self, config: PretrainConfig) -> None:
+    def __init__(self, config: TextSource) -> None:
         path = Path(str(config.path))
         self._rows: Rows = TextLines(path, path.stem, None) if path.suffix == ".txt" else open_rows(path, config.split)
         self._field = config.text

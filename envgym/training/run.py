@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
+import math
 import os
 import shutil
 import time
@@ -20,14 +22,18 @@ from envgym.config.recipes import read_yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.disk import locked, write_atomically
+from envgym.env import EnvSpec
+from envgym.episodes.files import holds_episodes, write_episodes
 from envgym.errors import CheckpointDamaged, ConfigError, EnvgymError, RunError, WorkerError, cannot_write, extended
+from envgym.evaluation.generate import Selection, collect
 from envgym.evaluation.held_out import has_held_out
+from envgym.evaluation.rescore import demonstrated, rescore
 from envgym.isolation import event_loop
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
 
 from .checkpoints import Progress, set_aside
-from .find_model import fetch_model, starting_model
+from .find_model import fetch_model, with_results
 from .launch import Components, StageContext, prepared, start_components
 from .run_folder import RunFolder, stage_folders
 from .stop import Interrupts, Stopped
@@ -55,14 +61,17 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
 
 
 def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
-    stages = list(zip(stage_folders(folder, config.learners), config.stages, strict=True))
+    stages = list(zip(stage_folders(folder, config.stage_names), config.stages, strict=True))
     summary: dict[str, Any] = {}
-    before: RunFolder | None = None
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
-        if summary.get("status") != "completed" or summary["steps"] < stage.steps:
-            summary = _run_to_end(config, stage, stage_folder, before, display)
-        before = stage_folder
+        if summary.get("status") == "completed" and (stage.epochs or summary["steps"] >= stage.steps):
+            continue
+        ready = with_results(stage, config, folder)
+        if stage.do == "train":
+            summary = _run_to_end(config, ready, stage_folder, display)
+        else:
+            summary = _run_to_file(config, ready, stage_folder, display)
     if len(stages) > 1:
         folders = [stage_folder.path.name for stage_folder, _ in stages]
         RunFolder(folder).write_summary({**summary, "stages": folders})
@@ -71,14 +80,32 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     return summary
 
 
-def _run_to_end(
-    config: RunConfig, stage: StageConfig, folder: RunFolder, before: RunFolder | None, display: Display
-) -> dict[str, Any]:
+def _run_to_file(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
+    """Run a stage that plays tasks or judges answers into a file; what was played before is not played again."""
+    folder.create()
+    alone = config.model_copy(update={"stages": [stage]})
+    if stage.do == "rollout":
+        selection = Selection("train", 0, stage.rollout.tasks, stage.rollout.group_size)
+        result = collect(alone, selection, folder.episodes, display, overwrite=True)
+    else:
+        source = Path(str(stage.data.get("path")))
+        if not holds_episodes(source):
+            display.phase("reading the answers")
+            answers, source = event_loop.run(demonstrated(stage)), folder.path / "answers.jsonl"
+            write_episodes(source, answers)
+        alone.stages = [stage.model_copy(update={"data": {}})]
+        result = rescore(alone, source, folder.episodes, display, overwrite=True)
+    summary = {"status": "completed", "do": stage.do, "seed": config.seed, "steps": 0, **result}
+    folder.write_summary(json.loads(json.dumps(summary, default=str)))
+    return summary
+
+
+def _run_to_end(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
     """Run a stage, from the newest checkpoint that can be read where there are some."""
     while True:
         newest = folder.last_checkpoint()
         try:
-            return event_loop.run(_run_stage(config, stage, folder, before, display))
+            return event_loop.run(_run_stage(config, stage, folder, display))
         except asyncio.CancelledError:
             raise KeyboardInterrupt(_stopped_early(config.name or "", folder)) from None
         except CheckpointDamaged as error:
@@ -171,17 +198,17 @@ def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunCon
     last = config.stages[-1]
     if steps is not None:
         wanted = resolve({"steps": steps}, file=folder / "config.yaml").stages[-1].steps
-        taken = max((record["step"] for record in stage_folders(folder, config.learners)[-1].read_metrics()), default=0)
+        taken = max(
+            (record["step"] for record in stage_folders(folder, config.stage_names)[-1].read_metrics()), default=0
+        )
         if wanted != last.steps and wanted <= taken:
             raise RunError(f"run {folder} has taken {taken} steps: to go on, give steps a greater number")
         last.steps = wanted
     return config
 
 
-async def _run_stage(
-    config: RunConfig, stage: StageConfig, folder: RunFolder, before: RunFolder | None, display: Display
-) -> dict[str, Any]:
-    """One run of the one loop; `before` is the folder of the stage before it, if there was one."""
+async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, display: Display) -> dict[str, Any]:
+    """One run of the one loop."""
     folder.create()
     checkpoint = folder.last_checkpoint()
     kept = None if checkpoint is None else folder.read_state(checkpoint)
@@ -198,7 +225,10 @@ async def _run_stage(
                 # The environment first: a bad data file is reported before anything long begins.
                 context = await stack.enter_async_context(prepared(config, stage, folder))
                 is_held_out = has_held_out(context.spec, needed=bool(stage.eval.every))
-                model = await starting_model(config, stage, before, display)
+                check_recordings(stage, context.spec)
+                if stage.epochs is not None:
+                    stage.steps = steps_of(stage.epochs, context.spec.tasks("train").size, stage.rollout.tasks)
+                model = await fetch_model(stage.model, config, display)
                 for own in stage.roles.values():
                     own.model = own.model and await fetch_model(own.model, config, display)
                 components = await start_components(config, stage, context, model, display)
@@ -256,13 +286,33 @@ async def _run_stage(
     return summary
 
 
+def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
+    """Refuse recorded data of single answers for a learner that compares answers."""
+    least = stage.learner_config()[0].min_group_size
+    if not stage.agent_config()[0].uses_policy and spec.recordings < least:
+        raise ConfigError(
+            f"learner {stage.learner.name} compares answers to one task, and the data of {spec.id} have one for each: "
+            "it wants preferences, rows with a chosen and a rejected answer"
+        )
+
+
+def steps_of(epochs: float, n_tasks: int | None, tasks_a_step: int) -> int:
+    """Loop steps that pass `epochs` times over the tasks; a step that is begun is taken whole."""
+    if n_tasks is None:
+        raise ConfigError("epochs are passes over the training tasks, which have no end here: set steps")
+    return max(1, math.ceil(epochs * n_tasks / tasks_a_step))
+
+
 async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:
     """Write the policy as the stage leaves it, and the other models that the settings ask for."""
     tokenizer = components.runner.agent.renderer.tokenizer
     models = {"actor": folder.model} | {role: folder.path / role for role, own in stage.roles.items() if own.save}
     for role, where in models.items():
         worker = components.workers[role]
-        await worker.save(str(where))
+        described = dict(components.learner.description()) if role == "actor" else {}
+        if components.learner.roles[role].head == "scalar":
+            described["pad_token_id"] = tokenizer.pad_token_id
+        await worker.save(str(where), described)
         tokenizer.save_pretrained(where)
         if stage.lora_of(role, components.learner.roles[role]).rank:
             await worker.export_adapter(str(folder.path / ("adapter" if role == "actor" else f"{role}_adapter")))

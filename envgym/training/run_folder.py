@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.config.recipes import read_yaml
+from envgym.config.schema import stage_name
 from envgym.disk import flush_to_disk, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
@@ -35,6 +36,7 @@ class RunFolder:
     adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
     logs/             the output of every child process
     summary.json      the result, for scripts
+    episodes.parquet  the episodes that a stage which does not train has played or judged
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,6 +49,7 @@ class RunFolder:
         self.model_ema = path / "model_ema"
         self.logs = path / "logs"
         self.summary_file = path / "summary.json"
+        self.episodes = path / "episodes.parquet"
 
     def create(self) -> None:
         for folder in (self.path, self.rollouts, self.checkpoints, self.logs):
@@ -193,12 +196,11 @@ def _group_from_json(record: Mapping[str, Any]) -> Group:
     return Group(record["id"], episodes[0].task, episodes)
 
 
-def stage_folders(folder: Path, learners: Sequence[str]) -> list[RunFolder]:
-    """The folders of a run's stages, which have these `learners`: the run's own, or a numbered sub-folder for each of
+def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
+    """The folders of a run's stages, which have these `names`: the run's own, or a numbered sub-folder for each of
     several."""
-    if len(learners) == 1:
+    if len(names) == 1:
         return [RunFolder(folder)]
-    names = [Path(name.partition(":")[0]).stem for name in learners]
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
 
 
@@ -207,7 +209,11 @@ def policy_of_run(folder: Path) -> Path:
     if not (folder / "config.yaml").exists():
         return folder
     stages = read_yaml(folder / "config.yaml")["stages"]
-    stage = stage_folders(folder, [stage["learner"]["name"] for stage in stages])[-1]
+    names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]
+    trained = [own for own, stage in zip(stage_folders(folder, names), stages, strict=True) if stage["do"] == "train"]
+    if not trained:
+        raise ConfigError(f"run {folder} trains no policy")
+    stage = trained[-1]
     if not (stage.model / "config.json").exists():
         last = stage.last_checkpoint()
         instead = f", or take its policy as it was: --model {last}" if last else ""

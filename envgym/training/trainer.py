@@ -54,8 +54,10 @@ class Trainer:
         self.uses_policy = components.runner.agent.uses_policy
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(components.runner.spec.tasks("train"), run.seed, curriculum)
+        spec = components.runner.spec
+        self.group_size = stage.rollout.group_size if self.uses_policy else spec.recordings
         self.buffer = Buffer(
-            components.learner.min_group_size if self.uses_policy else 1,
+            components.learner.min_group_size if self.uses_policy else self.group_size,
             needs_reward=self.uses_policy,
             filter=stage.rollout.filter if self.uses_policy else None,
         )
@@ -112,12 +114,10 @@ class Trainer:
     async def roll_out(self) -> list[Group]:
         """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""
         step, config = self.progress.step + 1, self.stage.rollout
-        group_size = config.group_size if self.uses_policy else 1
 
         async def play(tasks: Sequence[Task], round: int) -> list[Group]:
-            return await self.play(
-                tasks, SamplingPlan(f"step-{step:06d}-{round}", self.components.sampling, group_size)
-            )
+            plan = SamplingPlan(f"step-{step:06d}-{round}", self.components.sampling, self.group_size)
+            return await self.play(tasks, plan)
 
         with self.progress.timed("rollout"):
             batch = await fill(self.buffer, self.cursor, config, play)
@@ -173,7 +173,7 @@ class Trainer:
                     results[f"greedy_{when}"] = await self.held_out.greedily()
             else:
                 learner, actor = self.components.learner, self.components.workers["actor"]
-                results = {when: await self.held_out.recorded(learner, actor)}
+                results = {when: await self.held_out.recorded(learner, actor, self.update.score)}
         self.progress.record |= held_out_metrics(results[when])
         self.progress.evals |= results
         for result in results.values():

@@ -26,10 +26,10 @@ class Update:
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
+        samples = self._components.learner.to_score(groups)
         roles = [role for role, spec in self._components.learner.roles.items() if spec.scored]
         if not roles:
             return
-        samples = [sample for group in groups for trajectory in group for sample in trajectory.samples]
         with self._progress.timed("score"):
             for role in roles:
                 outputs = await self._components.workers[role].forward(samples)

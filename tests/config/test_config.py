@@ -423,7 +423,7 @@ def test_a_learner_of_single_episodes_takes_groups_of_one():
 
 
 def test_a_replay_has_no_groups_to_compare():
-    assert stage_of("agent=replay", "rollout.group_size=1").agent.name == "replay"
+    assert stage_of("agent=replay", "learner=sft", "rollout.group_size=1").agent.name == "replay"
 
 
 @pytest.mark.parametrize(

@@ -408,7 +408,7 @@ def test_the_agent_that_plays_the_same_by_messages():
 def test_agents_and_engines_that_do_not_understand_each_other_are_refused():
     for name, own in {"external": {"command": "true"}, "replay": {}, "openrlhf_executor": {}}.items():
         with pytest.raises(ConfigError, match=f"played by the agent {name}, which works on tokens"):
-            agent_of(agent={"name": name, **own})
+            agent_of(agent={"name": name, **own}, learner="sft")
     with pytest.raises(ConfigError, match="agent chat speaks messages, which only"):
         agent_of(agent="chat", engine={"kind": "auto"})
 

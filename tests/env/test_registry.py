@@ -222,7 +222,7 @@ def test_learners_in_files_and_by_name(write):
     assert registry.load_component("learner", str(path)) is registry.load_component("learner", f"{path}:Mine")
     with pytest.raises(NameNotFound, match=r"there is no learner 'gpro'. Did you mean 'grpo'\?"):
         registry.load_component("learner", "gpro")
-    with pytest.raises(NameNotFound, match=r"there is no learner 'xyz'. There is dr_grpo, grpo, ppo, "):
+    with pytest.raises(NameNotFound, match=r"there is no learner 'xyz'. There is distill, dpo, dr_grpo, grpo, "):
         registry.load_component("learner", "xyz")
 
 

@@ -314,14 +314,13 @@ def test_math_verify_judges_what_another_system_wrote(folder):
 
 def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
     """Turns with tool calls, recorded by a replay and heard again by the tools."""
-    from envgym.agent import AgentConfig
-    from envgym.agents.replay import Replay
+    from envgym.agents.replay import Replay, ReplayConfig
     from envgym.engines.base import SamplingParams
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
 
     async def demonstrated():
-        agent = Replay(make_renderer("auto", load_tokenizer(str(tiny_model))), AgentConfig())
+        agent = Replay(make_renderer("auto", load_tokenizer(str(tiny_model))), ReplayConfig())
         async with registry.spec("tool_use", call_share=1.0) as spec:
             tasks = [await spec.tasks("train").get(index) for index in range(4)]
             runner = Runner(spec, agent, None, RolloutConfig(), max_model_len=0, seed=0, deterministic=False)

@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from envgym.agent import AgentConfig
-from envgym.agents.replay import Replay
+from envgym.agents.replay import Replay, ReplayConfig
 from envgym.env import Env, EnvSpec
 from envgym.errors import ConfigError
 from envgym.render import load_tokenizer, make_renderer
@@ -111,7 +110,7 @@ def row_of(folder, messages):
         async def step(self, action):
             raise AssertionError("nothing is asked of it")
 
-    agent = Replay(make_renderer("auto", load_tokenizer(str(folder))), AgentConfig())
+    agent = Replay(make_renderer("auto", load_tokenizer(str(folder))), ReplayConfig())
     episode = asyncio.run(agent.run(Shown("Shown-v0", Poses).make(), Task("t"), None, seed=0))
     return episode.rows[0].token_ids
 

@@ -50,6 +50,21 @@ def taken(pretraining, steps):
     return [asyncio.run(pretraining.next()) for _ in range(steps)]
 
 
+def test_several_sources_are_mixed_by_their_weights(renderer, file):
+    first = file([{"text": f"one {n}."} for n in range(5)])
+    second = file([{"body": f"two {n}."} for n in range(3)], "other.jsonl")
+    sources = {"one": {"path": first, "weight": 3}, "two": {"path": second, "text": "body"}}
+    config = PretrainConfig.model_validate({"sources": sources, "rows": 8})
+    steps = [texts(renderer, rows) for rows in taken(Pretraining(config, renderer, 0), 2)]
+    assert [sum(text.startswith("two") for text in step) for step in steps] == [2, 2]
+    assert len({text for step in steps for text in step}) == 8  # each is seen before one comes again
+
+
+def test_one_source_or_several(file):
+    with pytest.raises(ValueError, match=r"give pretrain\.path, or pretrain\.sources"):
+        PretrainConfig.model_validate({"path": "a", "sources": {"b": {"path": "b"}}})
+
+
 def test_a_row_is_the_documents_tokens_of_which_all_but_the_first_count(renderer, file):
     [text] = ["what is 12 + 34?"]
     [[row]] = taken(Pretraining(PretrainConfig(path=file([{"text": text}]), rows=1), renderer, 0), 1)

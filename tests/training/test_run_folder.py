@@ -329,7 +329,7 @@ def test_the_name_of_a_run_that_never_began_is_free_again_and_no_others(tmp_path
 def test_the_name_of_several_stages_that_never_began_is_free_again(tmp_path):
     config = resolve({"env": "math_verify", "name": "two", "runs_dir": str(tmp_path)}, recipe="sft_grpo")
     with claimed_folder(config, resume=False) as folder:
-        first, second = stage_folders(folder, config.learners)
+        first, second = stage_folders(folder, config.stage_names)
         first.create()
         first.write_summary({"status": "failed", "steps": 0})
     with claimed_folder(config, resume=False):
@@ -372,7 +372,7 @@ def begun(path, steps, recipe=None):
     config = resolve({"env": "math_verify", "steps": 5}, recipe=recipe)
     path.mkdir()
     (path / "config.yaml").write_text(config.to_yaml())
-    [*_, last] = stage_folders(path, config.learners)
+    [*_, last] = stage_folders(path, config.stage_names)
     last.create()
     for step in range(1, steps + 1):
         last.append_metrics({"step": step})

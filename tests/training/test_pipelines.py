@@ -1,0 +1,93 @@
+"""Runs of several stages, with real workers: what each takes from those before it."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import envgym
+from envgym.cli import main
+from envgym.config.resolve import resolve
+from envgym.episodes.files import read_episodes
+
+SMALL = ["rollout.tasks=4", "eval.tasks=2", "engine.kind=transformers", "rollout.max_tokens=6", "checkpoint.every=0"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder with preferences and answers."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"what is {n} + 1?", "chosen": f"{n + 1}", "rejected": "the answer"} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    answers = [{"prompt": row["prompt"], "answer": row["chosen"]} for row in rows]
+    (tmp_path / "answers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in answers))
+    return tmp_path
+
+
+def weights(path):
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.timeout(600)
+def test_rlhf_from_one_file(folder, tiny_model):
+    """SFT, a reward model on top of it, and PPO of the SFT's policy with a critic from the reward model."""
+    data = [f"stages.{name}.data.path=pairs.jsonl" for name in ("sft", "rm", "ppo")]
+    short = ["stages.sft.epochs=0.3", "stages.rm.epochs=0.3", "stages.ppo.steps=1", "learner.lr=1e-3"]
+    assert main(["train", "--recipe", "rlhf", "--model", str(tiny_model), "--name", "run", *data, *short, *SMALL]) == 0
+    run = folder / "runs" / "run"
+    assert json.loads((run / "summary.json").read_text())["stages"] == ["1-sft", "2-rm", "3-ppo"]
+    _, loading = AutoModelForSequenceClassification.from_pretrained(run / "2-rm/model", output_loading_info=True)
+    assert not loading["missing_keys"]
+    described = json.loads((run / "2-rm/model/config.json").read_text())
+    assert described["std"] > 0
+    assert described["reward_at"] == "end_of_turn"
+    assert described["pad_token_id"] == 2
+    base, sft, ppo = (weights(path) for path in (tiny_model, run / "1-sft/model", run / "3-ppo/model"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved = [torch.dist(one[name], two[name]).item() for one, two in ((base, sft), (sft, ppo), (base, ppo))]
+    assert 0 < moved[1] < moved[2]  # PPO went on from the SFT's policy, not from the model that the run began with
+    kept = json.loads((run / "3-ppo/metrics.jsonl").read_text().splitlines()[-1])
+    assert kept["critic/lr"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_answers_are_scored_and_taught_behind_their_score(folder, tiny_model, tiny_reward_model):
+    words = ["stages.scored.data.path=answers.jsonl", f"stages.scored.env.models={tiny_reward_model}"]
+    words += ["stages.taught.epochs=0.3", *SMALL]
+    assert main(["train", "--recipe", "conditional_sft", "--model", str(tiny_model), "--name", "run", *words]) == 0
+    run = folder / "runs" / "run"
+    scored = read_episodes(run / "1-scored" / "episodes.parquet")
+    assert len(scored) == 16
+    assert all(episode.reward is not None and not episode.failed for episode in scored)
+    taught = resolve(file=run / "config.yaml").stages[1]
+    assert (taught.model, taught.data) == (str(tiny_model), {"path": "stage:scored"})
+
+    async def asked():
+        own = {"path": str(run / "1-scored" / "episodes.parquet"), "test_fraction": 0}
+        async with envgym.spec(taught.env.name, **taught.env.settings, data=own) as spec:
+            return [spec.record(await spec.tasks("train").get(n)).prompt[-1].text for n in range(16)]
+
+    expected = [f"{episode.messages[0].text} <rm_score>: {episode.reward:.2f} " for episode in scored]
+    assert asyncio.run(asked()) == expected
+
+
+@pytest.mark.timeout(600)
+def test_what_one_stage_plays_another_is_taught(folder, tiny_model):
+    """And the model is still the one that the run began with."""
+    (folder / "recipe.yaml").write_text(
+        """
+env: math_verify
+stages:
+  - {name: drawn, do: rollout, learner: sft, rollout: {tasks: 3, group_size: 2}}
+  - {name: taught, recipe: sft, data: {path: "stage:drawn"}, epochs: 1, learner: {lr: 1.0e-3}}
+"""
+    )
+    assert main(["train", "--recipe", "recipe.yaml", "--model", str(tiny_model), "--name", "run", *SMALL[1:]]) == 0
+    run = folder / "runs" / "run"
+    drawn = read_episodes(run / "1-drawn" / "episodes.parquet")
+    assert len(drawn) == 6
+    assert (run / "2-taught" / "model" / "config.json").is_file()
