@@ -13,7 +13,7 @@ from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Observation, Outcome, Task
 
-from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages
+from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages, sampling_of
 
 
 class MultiTurnConfig(TokenLevelConfig):
@@ -42,7 +42,7 @@ class MultiTurn(TokenLevel):
         transcript.begin(dialogue.begin(self.offered(observation)))
         turns = 0
         while True:
-            generation = await transcript.sample(observation.sampling)
+            generation = await transcript.sample(sampling_of(observation, self.renderer))
             message = dialogue.add_policy_turn(generation.token_ids)
             calls = message.tool_calls
             content = dialogue.content if calls else None

@@ -10,7 +10,7 @@ from envgym.env import CheckedEnv
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Outcome, Task
 
-from .token_level import TokenLevel, observed_messages
+from .token_level import TokenLevel, observed_messages, sampling_of
 
 
 class SingleTurn(TokenLevel):
@@ -22,7 +22,7 @@ class SingleTurn(TokenLevel):
         observation, _ = await env.reset(seed=seed, options={"task": task})
         dialogue = self.renderer.dialogue()
         transcript.begin(dialogue.begin(replace(observation, tools=())))
-        generation = await transcript.sample(observation.sampling)
+        generation = await transcript.sample(sampling_of(observation, self.renderer))
         message = dialogue.add_policy_turn(generation.token_ids)
         action = Action(message.text, tuple(generation.token_ids), stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)

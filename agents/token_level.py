@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
-from envgym.render import Extension
+from envgym.render import Extension, Renderer
 from envgym.rollout.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Segment, Task
 
@@ -46,6 +46,15 @@ class TokenLevel(Agent):
         except TurnRefused:
             outcome = Outcome.truncated(Limit.TEMPLATE)
         return transcript.episode(task, outcome)
+
+
+def sampling_of(observation: Observation, renderer: Renderer) -> Mapping[str, Any] | None:
+    """The sampling parameters that an observation sets, its `stop` as the tokens that hold that text."""
+    wanted = observation.sampling
+    if not wanted or "stop" not in wanted:
+        return wanted
+    stop = (*renderer.stop_token_ids, *renderer.tokens_with(wanted["stop"]))
+    return {name: value for name, value in wanted.items() if name != "stop"} | {"stop_token_ids": stop}
 
 
 def extend(transcript: Transcript, extension: Extension) -> None:

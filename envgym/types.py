@@ -153,7 +153,8 @@ class Task:
 class Observation:
     """The environment's message to the policy: chat `messages`, or raw `text` (base models, untemplated feedback).
 
-    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`). `tools` are what the
+    `sampling` overrides fields of the next turn's sampling parameters (`{"max_tokens": 64}`); its `stop` is a text, and
+    the turn ends with the first token that holds it. `tools` are what the
     policy may call; they come with an episode's first observation and hold for all of it.
     """
 

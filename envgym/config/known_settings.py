@@ -111,6 +111,8 @@ def meant(key: str, known: Sequence[str]) -> list[str]:
 def with_suggestion(error: UnknownKey, stage: Mapping[str, Any]) -> UnknownKey:
     """The refusal of an unknown key, with the settings of a run with this stage that it was probably meant to be; those
     of the same name elsewhere go before those of nearly that name beside it."""
+    if error.key == "data":  # which every environment that takes data knows
+        return UnknownKey(error.message, error.key, " It takes no data.", error.known)
     known = known_keys(stage)
     names = meant(error.key, known)
     if not names and not error.near:

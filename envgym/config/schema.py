@@ -160,6 +160,9 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; one is made after the last step and at Ctrl-C. 0: only those."""
     keep: int = Field(2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    episodes_every: float = Field(30.0, ge=0)
+    """Seconds between writings of the running step's episodes: a run that is killed in a long step goes on in its
+    middle. A deterministic run plays the step again, so that it stays the same."""
     best: str | None = Field(None, pattern=r"^-?\w\S*$")
     """Metric by which the best checkpoint is kept as well, as `checkpoints/best`: `eval/score`, or any number of
     `metrics.jsonl`. The greatest value is the best; the least where the name ends in `loss` or has a minus before

@@ -10,13 +10,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from envgym.errors import ConfigError
 from envgym.types import Message
 
 T = TypeVar("T")
 Conversation = str | Sequence[Message | Mapping[str, Any]]
 """Plain text, or chat messages."""
-Text = str | list[dict[str, Any]]
-"""A conversation as plain text or in the form that chat templates take."""
+Text = str | list[dict[str, Any]] | dict[str, Any]
+"""A conversation as plain text or in the form that chat templates take; or an answer in steps: the messages `before`
+it, its `steps` so far, and `is_last`, whether it ends with them."""
 
 
 class Client:
@@ -70,6 +72,10 @@ class RewardClient(Client, ABC):
 
         Raises `InvalidOutcome` where no reward can be had: the episode then fails, it is not worth zero.
         """
+
+    async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
+        """The probability of the last of an answer's steps so far being right. Only process reward models say."""
+        raise ConfigError("this reward service judges whole answers: steps want a process reward model, here")
 
     async def score_one(self, conversation: Conversation) -> float:
         """The reward of one conversation."""

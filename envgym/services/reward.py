@@ -42,6 +42,11 @@ class RewardModelClient(RewardClient):
         text = conversation if isinstance(conversation, str) else [m.as_dict() for m in as_messages(conversation)]
         return await self._at_home(self._batcher.submit(text))
 
+    async def assess_step(self, prompt: Conversation, steps: Sequence[str], *, is_last: bool) -> float:
+        before = [message.as_dict() for message in as_messages(prompt)]
+        found = await self._at_home(self._batcher.submit({"before": before, "steps": [*steps], "is_last": is_last}))
+        return preference(found.reward)
+
     async def start(self) -> None:
         await self._at_home(self._worker())
 

@@ -10,7 +10,7 @@ from typing import Any
 from envgym.errors import ConfigError, missing_package
 from envgym.render import make_renderer
 from envgym.training.run_folder import policy_of_run
-from envgym.types import Observation, as_messages
+from envgym.types import Message, Observation, as_messages
 
 from .client import Text
 
@@ -87,6 +87,8 @@ class RewardWorker:
 
     def _encode(self, text: Text) -> list[int]:
         tokenizer = self._tokenizer
+        if isinstance(text, dict):
+            return self._encode_steps(as_messages(text["before"]), text["steps"], is_last=text["is_last"])
         if not isinstance(text, str):
             if self._renderer is not None and text and text[-1]["role"] == "assistant":
                 *before, answer = as_messages(text)
@@ -105,6 +107,18 @@ class RewardWorker:
         while ids and ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
             ids.pop()
         return [*ids, tokenizer.eos_token_id] if ids else []
+
+    def _encode_steps(self, before: Sequence[Message], steps: Sequence[str], *, is_last: bool) -> list[int]:
+        """An answer in steps as the rows have it that a process reward model was trained on."""
+        if self._renderer is None:
+            raise ConfigError(f"{self._name} is no process reward model that was trained here")
+        dialogue = self._renderer.dialogue()
+        ids = list(dialogue.begin(Observation(messages=tuple(before))))
+        for number, step in enumerate(steps, 1):
+            if is_last and number == len(steps):
+                return [*ids, *dialogue.add_demonstration(step)]
+            ids += dialogue.add_observation(Observation(text=step)).token_ids
+        return ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The end of a sequence, for that is where a reward is read; a special first token stays."""

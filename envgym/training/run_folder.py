@@ -37,6 +37,7 @@ class RunFolder:
     logs/             the output of every child process
     summary.json      the result, for scripts
     episodes.parquet  the episodes that a stage which does not train has played or judged
+    unfinished.jsonl  episodes of the step that is played now, if that takes long
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,6 +51,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.summary_file = path / "summary.json"
         self.episodes = path / "episodes.parquet"
+        self.unfinished_step = path / "unfinished.jsonl"
 
     def create(self) -> None:
         for folder in (self.path, self.rollouts, self.checkpoints, self.logs):

@@ -32,6 +32,7 @@ from .checkpoints import Checkpoints, Progress
 from .launch import Components
 from .run_folder import RunFolder
 from .stop import Stop, Stopped
+from .unfinished_step import UnfinishedStep, purpose
 from .update import Update
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Trainer:
         self.update = Update(components, stage, self.progress)
         self.held_out = HeldOut(self.play, components.runner.spec, components.sampling, stage.eval)
         self.checkpoints = Checkpoints(stage.checkpoint, folder, components, self.progress, self.cursor, self.buffer)
+        keeps = self.uses_policy and not run.deterministic
+        self.unfinished = UnfinishedStep(folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None)
         self._writing: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
@@ -80,12 +83,14 @@ class Trainer:
                     await self.finish_step()
                     self.checkpoints.mark_whole_step()
                 if self.progress.step >= self.stage.steps:
+                    self.unfinished.clear()
                     return
                 if self.stop.is_set():
                     raise Stopped
                 await self.take_step()
                 self.checkpoints.mark_whole_step()
         except (Stopped, RolloutFailed) as error:
+            self.unfinished.write()
             await self.checkpoints.save_whole_step(error)
             raise
         except InvalidOutcome as error:  # tasks that cannot be read any more
@@ -116,9 +121,10 @@ class Trainer:
         step, config = self.progress.step + 1, self.stage.rollout
 
         async def play(tasks: Sequence[Task], round: int) -> list[Group]:
-            plan = SamplingPlan(f"step-{step:06d}-{round}", self.components.sampling, self.group_size)
-            return await self.play(tasks, plan)
+            plan = SamplingPlan(f"{purpose(step)}{round}", self.components.sampling, self.group_size)
+            return await self.play(tasks, plan, self.unfinished)
 
+        self.unfinished.begin(step)
         with self.progress.timed("rollout"):
             batch = await fill(self.buffer, self.cursor, config, play)
             groups = self.buffer.take(config.tasks)
@@ -179,6 +185,10 @@ class Trainer:
         for result in results.values():
             self.display.evaluation(step, result)
 
-    async def play(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
-        """Play tasks, unless the user stops the run first."""
-        return await self.stop.unless(self.components.runner.play(tasks, plan, self.display.rollout))
+    async def play(
+        self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
+    ) -> list[Group]:
+        """Play tasks, unless the user stops the run first. What `unfinished` has of them is not played again."""
+        kept, add = (None, None) if unfinished is None else (unfinished.kept(plan.purpose, tasks), unfinished.add)
+        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)
+        return await self.stop.unless(playing)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -22,7 +23,7 @@ NEED = {
     "mixture-v0": lambda url: {"members": {"sums": "math_verify", "ice": {"env": "gymnasium", "weight": 2}}},
 }
 """Settings that those need which cannot be played without any, given a server of judgements."""
-TAKE_DATA = {"judge-v0", "reward_model-v0", "nemo_gym-v0"}
+TAKE_DATA = {"judge-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0", "nemo_gym-v0"}
 
 
 async def judgement(request):
@@ -53,15 +54,25 @@ def data(folder):
     return {"data": {"path": str(folder / "rows.jsonl")}}
 
 
+def process_reward_model(reward_model, folder):
+    """The same model as the recipe `prm` leaves one."""
+    copy = shutil.copytree(reward_model, folder / "prm")
+    described = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**described, "reward_at": "end_of_turn"}))
+    return copy
+
+
 def problems(report):
     return "\n".join(str(finding) for finding in report.findings if finding.verdict is Verdict.FAILED)
 
 
 @pytest.mark.parametrize("id", [id if id in QUICK else pytest.param(id, marks=pytest.mark.slow) for id in SHIPPED])
-def test_what_ships_passes(id, tmp_path, serving):
+def test_what_ships_passes(id, tmp_path, serving, tiny_reward_model):
     async def examine():
         async with serving(judgement) as url:
             settings = NEED[id](url) if id in NEED else {}
+            if id == "process_reward_model-v0":
+                settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
             return await check_environment(id, settings | (data(tmp_path) if id in TAKE_DATA else {}))
 
     report = asyncio.run(examine())

@@ -212,7 +212,7 @@ def test_a_later_stage_needs_what_the_one_before_left(copied, tmp_path):
     checkpoint = tmp_path / "2-grpo" / "checkpoints" / "step_000003"
     shutil.copytree(copied / "checkpoints" / "step_000003", checkpoint)
     shutil.rmtree(checkpoint / "model", ignore_errors=True)
-    with pytest.raises(ConfigError, match=r"without the model it began with: there is no model in .*1-sft/model"):
+    with pytest.raises(ConfigError, match=r"without the model it began with: stage:sft has left no model in .*1-sft"):
         model_of(checkpoint)
 
 

@@ -40,7 +40,7 @@ def test_a_stage_of_a_learner_in_a_file_has_a_plain_folder_name(tmp_path):
         "from envgym.learners.sft import SFT\n\nclass Mine(SFT):\n    '''Another name.'''\n"
     )
     run = a_run(tmp_path / "run", recipe="sft_grpo", learner=f"{tmp_path}/mine.py:Mine")
-    left = finish(run / "2-mine")
+    left = finish(run / "2-mine-2")
     assert policy_of_run(run) == left
 
 

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +95,53 @@ stages:
     drawn = read_episodes(run / "1-drawn" / "episodes.parquet")
     assert len(drawn) == 6
     assert (run / "2-taught" / "model" / "config.json").is_file()
+
+
+SLOW_ENV = """
+import asyncio, os
+import envgym
+
+class Env(envgym.Env):
+    async def reset(self, *, seed=None, options=None):
+        return "say something", {}
+
+    async def step(self, action):
+        played = os.path.getsize("played") if os.path.exists("played") else 0
+        with open("played", "a") as file:
+            file.write(".")
+        if played >= 5 and not os.path.exists("go on"):
+            await asyncio.sleep(600)
+        return (), float(len(action.token_ids)), True, False, {}
+
+from envgym.tasks import DataEnvConfig, DataEnvSpec
+
+class Spec(DataEnvSpec):
+    env_class = Env
+    Config = DataEnvConfig
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_round_that_was_killed_in_its_middle_goes_on_there(folder, tiny_model):
+    """Of rejection sampling: what had ended is not played again, and all of it is learned from."""
+    (folder / "slow.py").write_text(SLOW_ENV)
+    words = ["--recipe", "rejection_sampling", "--env", "slow.py:Spec", "data.path=answers.jsonl", *SMALL]
+    words += ["rollout.group_size=2", "rollout.tasks=4", "rollout.concurrency=2", "learner.minibatches=1", "steps=1"]
+    words += ["checkpoint.episodes_every=0", "eval.every=0", "--model", str(tiny_model), "--name", "run"]
+    run = subprocess.Popen([Path(sys.executable).with_name("envgym"), "train", *words])
+    kept, played = folder / "runs/run/unfinished.jsonl", folder / "played"
+    try:
+        while run.poll() is None and not (played.exists() and played.stat().st_size == 7):
+            time.sleep(0.1)
+        assert len(kept.read_text().splitlines()) == 5
+    finally:
+        run.kill()
+        run.wait()
+    (folder / "go on").touch()
+    assert main(["train", "--resume", "run"]) == 0
+    assert played.stat().st_size == 7 + 3  # the two that were under way are played again, and the last one
+    *_, record = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert record["episodes"] == 8
+    saved = read_episodes(folder / "runs/run")
+    assert len(saved) == len({(episode.group, episode.member) for episode in saved}) == 8
+    assert not kept.exists()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import envgym.learner
 from envgym.config.resolve import resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks
@@ -32,6 +33,7 @@ class Learner:
         "reference": RoleSpec(trained=False),
     }
     config = LearnerConfig(name="any")
+    to_score = envgym.learner.Learner.to_score
 
     def __init__(self) -> None:
         self.coefficient = 0.1
@@ -65,7 +67,7 @@ class World:
     def __init__(self, error: Exception | None = None, where: str = "") -> None:
         self.error, self.where = error, where
         self.counts: dict[str, int] = {}
-        self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]))
+        self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]), recordings=1)
         self.agent = SimpleNamespace(uses_policy=True)
         self.unscored: set[str] = set()
         self.learned = threading.Event()
@@ -76,7 +78,7 @@ class World:
             assert self.error is not None
             raise self.error
 
-    async def play(self, tasks: Any, plan: Any, on_progress: Any) -> list[Group]:
+    async def play(self, tasks: Any, plan: Any, on_progress: Any, *, kept: Any, on_episode: Any) -> list[Group]:
         self.meet("evaluate" if plan.purpose.startswith("eval") else "roll_out")
         return [played(task.id) for task in tasks]
 
