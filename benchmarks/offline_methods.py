@@ -26,6 +26,7 @@ from record import RESULTS, ROOT, conditions, conditions_in_words, fill_docs, st
 
 import envgym
 from envgym.episodes.files import read_episodes
+from envgym.models.fresh import FreshModelConfig, make_fresh_model
 
 NAME = "offline_methods"
 PAGE = ROOT / "docs" / "recorded.md"
@@ -40,15 +41,15 @@ COMMON = ["rollout.tasks=64", "rollout.max_tokens=16", "eval.tasks=256", "checkp
 STARTER = ["learner.lr=1e-4", "eval.every=5"]
 FROM_NOTHING = [
     "learner.lr=4e-3", "learner.betas=[0.9,0.98]", "learner.weight_decay=0.1", "learner.warmup_ratio=0",
-    "learner.warmup_steps=50", "learner.lr_schedule=linear", "eval.every=200", "rollout.tasks=96", "epochs=null",
+    "learner.warmup_steps=50", "learner.lr_schedule=linear", "eval.every=200", "rollout.tasks=96", "epochs=4",
 ]  # fmt: skip
 PREFERENCES = {"dpo": "pairs", "ipo": "pairs", "cdpo": "pairs", "kto": "labelled"}
 """Methods that have a control with shuffled labels, and their data."""
 SAMPLED = ["--env", "math_verify", "learner.minibatches=2", *STARTER]
-STUDENT = ["--model", "half.yaml", "data.path=half_wrong.jsonl", *FROM_NOTHING, "steps=900"]
+STUDENT = ["--model", "half", "data.path=half_wrong.jsonl", *FROM_NOTHING, "epochs=6"]
 RUNS: dict[str, list[str]] = {
     "sft": ["--recipe", "sft", "data.path=shown.jsonl", *STARTER],
-    "sft_from_nothing": ["--recipe", "sft", "--model", "blank.yaml", "data.path=many.jsonl", *FROM_NOTHING, "steps=600"],
+    "sft_from_nothing": ["--recipe", "sft", "--model", "blank", "data.path=many.jsonl", *FROM_NOTHING],
     **{
         f"{name}{control}": ["--recipe", name, f"data.path={data}{control}.jsonl", *STARTER]
         for name, data in PREFERENCES.items()
@@ -101,12 +102,7 @@ def main() -> None:
 
 
 async def write_data(folder: Path) -> None:
-    """Write models' recipes and data files, the same ones every time."""
-    for name, size in SIZES.items():  # a model that has learned nothing
-        made = {"new_model": {**size, "layers": 2}, "env": "math_verify", "agent": "replay"}
-        made |= {"learner": {"name": "sft", "lr": 0.0}, "steps": 1, "rollout": {"tasks": 1}, "eval": {"every": 0}}
-        made |= {"model_settings": {"engine": {"max_model_len": 512}}}
-        (folder / f"{name}.yaml").write_text(json.dumps(made))
+    """Write the data files and models that know nothing, the same ones every time."""
     rng = random.Random(0)
     async with envgym.spec("math_verify") as spec:
         tasks = [await spec.tasks("train").get(index) for index in range(MANY_ROWS)]
@@ -152,6 +148,10 @@ async def write_data(folder: Path) -> None:
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name, size in SIZES.items():
+        if not (folder / name).exists():
+            corpus = [f"{row['prompt']} {row['response']}" for row in many[:2000]]
+            make_fresh_model(folder / name, FreshModelConfig(**size), corpus, 0)
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -194,15 +194,13 @@ def evaluated(folder: Path, name: str, model: str, wanted: float | None = None) 
         words += ["data.path=asked.jsonl", "data.test_path=held_out.jsonl", template, "env.instruction="]
     if not (out / "result.json").exists():
         call(folder, "eval", *words, "--model", model, "--name", name)
-    [result] = json.loads((out / "result.json").read_text())["envs"].values()
-    return float(result["score"])
+    return float(json.loads((out / "result.json").read_text())["score"])
 
 
 def compared(folder: Path, before: str, after: str) -> Any:
     """The paired difference of two evaluations and its 95% interval."""
     said = json.loads(call(folder, "compare", f"evals/{before}", f"evals/{after}", "--json"))
-    [found] = said["envs"].values() if "envs" in said else [said]
-    return {key: found[key] for key in ("difference", "ci95")}
+    return {key: said[key] for key in ("difference", "ci95")}
 
 
 def call(folder: Path, *words: str) -> str:

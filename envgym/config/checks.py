@@ -55,6 +55,8 @@ def _check_roles(
         own = stage.roles.get(role, RoleConfig())
         if role_spec.needs_model and own.model is None and stage.do == "train":
             raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")
+        if own.base_url is not None and not role_spec.top_k:
+            raise ConfigError(f"roles.{role}.base_url: an API says a teacher's likeliest tokens, no {role}'s numbers")
         if own.lora and not role_spec.trained:
             raise ConfigError(f"roles.{role}.lora: the {role} is not trained, and so has no adapter")
         if stage.is_base(role, roles) and (own.workers or own.save):

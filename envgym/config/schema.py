@@ -193,6 +193,11 @@ class RoleConfig(Settings):
 
     model: str | None = None
     """Folder or hub id of its weights; by default the stage's model. A critic may start from a reward model."""
+    base_url: str | None = Field(None, pattern=r"^https?://")
+    """Address of a vLLM server (`http://127.0.0.1:8000/v1`) that knows `model` by that name, in place of weights here:
+    for a teacher, who is asked for its likeliest tokens."""
+    api_key_env: str | None = None
+    """Environment variable that holds that server's key."""
     lr: float | None = Field(None, ge=0)
     """Its peak learning rate; by default the learner's."""
     save: bool = False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
@@ -31,6 +31,7 @@ from .weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
+    from envgym.services.teacher import ApiTeacher
 
 
 def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
@@ -47,7 +48,8 @@ def make_runtime(config: RunConfig, folder: RunFolder) -> Runtime:
 @dataclass(slots=True)
 class Components:
     """The components that the loop drives. `engine` and `sync` are None where the agent replays, `pretraining` where no
-    text is mixed in; `workers` holds a group of ranks for each of the learner's roles."""
+    text is mixed in; `workers` holds a group of ranks for each of the learner's roles, but for those that are asked
+    behind an API, in `apis`."""
 
     learner: Learner
     runner: Runner
@@ -56,6 +58,7 @@ class Components:
     engine: Engine | None = None
     sync: WeightSync | None = None
     pretraining: Pretraining | None = None
+    apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
 
     @property
     def trained_roles(self) -> list[str]:
@@ -112,9 +115,16 @@ async def start_components(
         lora.check_installed()
     agent = make_agent(stage, model)
     renderer = agent.renderer
+    apis: dict[str, ApiTeacher] = {}
     for role, role_spec in learner.roles.items():
-        own = stage.roles.get(role, RoleConfig()).model
-        if role_spec.top_k and own is not None and load_tokenizer(own).get_vocab() != renderer.tokenizer.get_vocab():
+        settings = stage.roles.get(role, RoleConfig())
+        own = settings.model
+        if settings.base_url is not None:
+            from envgym.services.teacher import ApiTeacher
+
+            apis[role] = ApiTeacher(settings.base_url, str(own), settings.api_key_env, role_spec.top_k)
+            context.closing.push_async_callback(apis[role].close)
+        elif role_spec.top_k and own is not None and load_tokenizer(own).get_vocab() != renderer.tokenizer.get_vocab():
             raise ConfigError(f"roles.{role}.model: {own} has another vocabulary than the policy, token by token")
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
@@ -132,7 +142,7 @@ async def start_components(
         return await start_role(config, stage, role, model, context.runtime, after=sampling)
 
     # Side by side: most of what each takes is imports. Whose mistake is told first does not depend on who is faster.
-    loading = {role: asyncio.create_task(started(role)) for role in learner.roles if role not in bases}
+    loading = {role: asyncio.create_task(started(role)) for role in learner.roles if role not in (*bases, *apis)}
     try:
         engine, max_model_len = (None, None) if sampling is None else await sampling
         workers = {role: await task for role, task in loading.items()}
@@ -142,6 +152,8 @@ async def start_components(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    for api in apis.values():
+        api.vocabulary = workers["actor"].info["vocabulary"]
     workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
@@ -151,7 +163,7 @@ async def start_components(
         sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(renderer.stop_token_ids)
-    return Components(learner, runner, workers, params, engine, sync, pretraining)
+    return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
 
 
 async def start_role(

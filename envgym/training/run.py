@@ -230,7 +230,8 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                     stage.steps = steps_of(stage.epochs, context.spec.tasks("train").size, stage.rollout.tasks)
                 model = await fetch_model(stage.model, config, display)
                 for own in stage.roles.values():
-                    own.model = own.model and await fetch_model(own.model, config, display)
+                    if own.model and own.base_url is None:
+                        own.model = await fetch_model(own.model, config, display)
                 components = await start_components(config, stage, context, model, display)
                 starting = Trainer(config, stage, components, folder, display)
                 starting.checkpoints.began = began

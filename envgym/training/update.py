@@ -32,7 +32,8 @@ class Update:
             return
         with self._progress.timed("score"):
             for role in roles:
-                outputs = await self._components.workers[role].forward(samples)
+                scorer = self._components.apis.get(role) or self._components.workers[role]
+                outputs = await scorer.forward(samples)
                 for sample, output in zip(samples, outputs, strict=True):
                     sample.arrays[role] = output
 

@@ -179,8 +179,8 @@ class ModelWorker:
         return self.info()
 
     def info(self) -> dict[str, Any]:
-        """Facts of this rank: parameters (of the whole model; those that learn), adapter, device, ZeRO stage, rank,
-        attention, packing.
+        """Facts of this rank: parameters (of the whole model; those that learn), adapter, device, ids in the
+        vocabulary, ZeRO stage, rank, attention, packing.
 
         `flops_per_token` (a, b): learning from a token of a sequence of T takes the model a + b T FLOPs.
         `peak_flops`: what this rank's device can do in a second, None where that is not known (on a CPU).
@@ -196,6 +196,7 @@ class ModelWorker:
             "adapter": self.adapter is not None,
             "device": str(self.device),
             "dtype": dtype,
+            "vocabulary": self.network.model.config.get_text_config().vocab_size,
             "zero_stage": self.settings.zero_stage,
             "rank": self.rank,
             "attention": self.network.model.config._attn_implementation,

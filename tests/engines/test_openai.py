@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 
 import envgym
+from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.engines.base import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
@@ -762,3 +763,25 @@ def test_a_real_server_that_refuses_is_told_in_one_line(vllm_server, tmp_path, m
         [line] = [line for line in done.stderr.splitlines() if "error" in line]
         assert re.search(told, line)
         assert "sk-wrong" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_teacher_behind_it_teaches_what_one_in_the_run_does(vllm_server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TEST_KEY", KEY)
+    words = ["--recipe", "distill", "--env", "math_verify", "rollout.tasks=8", "eval.every=0", "epochs=null", "steps=3"]
+    words += ["learner.top_k=4", "learner.lr=1e-3", "deterministic=true"]
+    api = [
+        f"roles.teacher.base_url={vllm_server}/v1",
+        "roles.teacher.model=policy",
+        "roles.teacher.api_key_env=TEST_KEY",
+    ]
+    records = []
+    for name, teacher in (("own", ["roles.teacher.model=starter"]), ("api", api)):
+        assert main(["train", *words, *teacher, "--name", name]) == 0
+        records.append([json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").open()][-3:])
+    for own, by_api in zip(*records, strict=True):
+        assert by_api["distill/kl"] == pytest.approx(own["distill/kl"], abs=1e-4)
+        assert by_api["loss"] == pytest.approx(own["loss"], abs=1e-4)
+    assert records[0][-1]["distill/kl"] > 1e-3  # the student has moved away
