@@ -14,6 +14,11 @@ from pathlib import Path
 from .errors import RunError
 
 
+def cache_folder(kind: str) -> Path:
+    """Folder for what is made or fetched once and used again: in $ENVGYM_CACHE, by default in ~/.cache/envgym."""
+    return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / kind
+
+
 @contextlib.contextmanager
 def locked(folder: Path, what: str) -> Iterator[None]:
     """Keep other processes of this machine out of `folder`; the lock of a process that dies is gone. Raises `RunError`,

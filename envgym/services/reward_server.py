@@ -21,11 +21,11 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from envgym.disk import cache_folder
 from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied
 from envgym.remote.access import refuse_web_pages
 from envgym.remote.admission import read_json
@@ -94,7 +94,7 @@ async def serve_model(
 @contextmanager
 def made_token(name: str) -> Iterator[tuple[str, str]]:
     """A new token, and the file that holds it, which only this user can read; the file goes with the server."""
-    folder = Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / "tokens"
+    folder = cache_folder("tokens")
     path = folder / name
     token = secrets.token_urlsafe(32)
     try:

@@ -19,6 +19,8 @@ from envgym.errors import DataError
 from envgym.loading import names_file
 from envgym.settings import Settings
 
+from .hub import is_hub_id
+
 
 def _as_names(value: Any) -> Any:
     return () if value is None else (value,) if isinstance(value, str) else value
@@ -43,7 +45,8 @@ class SourceConfig(Settings):
     """One source of tasks."""
 
     path: str | None = None
-    """A JSONL or Parquet file, a folder of them, one that `datasets` saved, or a generator (`file.py:function`)."""
+    """A file (JSONL, JSON, CSV, Parquet, Arrow), a folder of them, one that `datasets` saved, a data set of the hub
+    (`ORG/NAME`, `ORG/NAME:CONFIG`), or a generator (`file.py:function`)."""
     split: str | None = None
     """The split to train on, where a folder has several. Unset: `train`."""
     test_path: str | None = None
@@ -85,7 +88,7 @@ class SourceConfig(Settings):
     def check_paths(self) -> None:
         """Raise `DataError` for a path at which there is nothing."""
         for path in (self.path, self.test_path):
-            if path is None or path.startswith("stage:"):  # what an earlier stage is yet to leave
+            if path is None or path.startswith("stage:") or is_hub_id(path):  # what an earlier stage is yet to leave
                 continue
             if not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
                 raise DataError(f"there is no file {path}; a data set of a hub is downloaded to a folder first")

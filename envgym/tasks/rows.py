@@ -21,6 +21,8 @@ from typing import Any
 
 from envgym.errors import DataError, did_you_mean, missing_package
 
+from .hub import fetched, is_hub_id
+
 Row = dict[str, Any]
 BATCH = 1000
 """Rows of a table that are converted together when all are read."""
@@ -219,6 +221,7 @@ def open_rows(path: Path, split: str | None = None, limit: int | None = None) ->
 
     Without `split` that is `train`, and everything where there are no splits. Raises `DataError`.
     """
+    path = found(path)
     if not path.is_dir():
         if split is not None:
             raise DataError(f"{path} is not a folder with splits, so there is no split {split!r} in it")
@@ -240,8 +243,14 @@ def open_rows(path: Path, split: str | None = None, limit: int | None = None) ->
     return ChainedRows(parts)
 
 
+def found(path: Path) -> Path:
+    """The path, or the folder that a data set of the hub was fetched to."""
+    return fetched(str(path)) if is_hub_id(str(path)) else path
+
+
 def splits_of(path: Path) -> list[str]:
     """The names of the splits in a folder; empty where it is no folder or holds one data set."""
+    path = found(path)
     if not path.is_dir() or _is_saved(path):
         return []
     if is_saved_dict(path):

@@ -4,7 +4,6 @@ makes a model from nothing; and the one that a stage starts from."""
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from envgym.config.recipes import load_recipe, makes_model, read_yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import STAGE, RunConfig, StageConfig
-from envgym.disk import publish, unfinished
+from envgym.disk import cache_folder, publish, unfinished
 from envgym.errors import ConfigError, EnvgymError
 from envgym.models import is_path
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
@@ -80,11 +79,6 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
     return validated(StageConfig, result(settings), "")
 
 
-def cache_folder() -> Path:
-    """Folder for models made here: $ENVGYM_CACHE, by default ~/.cache/envgym."""
-    return Path(os.environ.get("ENVGYM_CACHE", "~/.cache/envgym")).expanduser() / "models"
-
-
 async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
     """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
     stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
@@ -92,7 +86,7 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
     recipe = load_recipe(name)
     makes_it = {key: value for key, value in recipe.items() if key != "model_settings"}
     key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
-    final = cache_folder() / f"{name}-{key}"
+    final = cache_folder("models") / f"{name}-{key}"
     if (final / "config.json").exists():
         return final
     with unfinished(final) as work:

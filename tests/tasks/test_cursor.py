@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from envgym.tasks import Interleaved
 from envgym.tasks.curriculum import Curriculum, CurriculumConfig
 from envgym.tasks.cursor import TaskCursor
 from envgym.training.launch import Components
+from envgym.training.run_folder import RunFolder
 from envgym.training.trainer import Trainer
 from envgym.types import Episode, Group, Outcome, Task
 
@@ -320,14 +322,14 @@ def trainer_of(skip):
     config = resolve({"env": "math_verify", "curriculum": {"skip": skip}, "rollout": {"tasks": 5, "group_size": 4}})
     policy = Policy(lambda task: 0.5 * (int(task.id) % 2))
 
-    async def play(tasks, play, on_progress):
+    async def play(tasks, play, on_progress, **kept):
         return policy.play(tasks)
 
     spec = SimpleNamespace(tasks=lambda split: task_set(20))
     runner = SimpleNamespace(spec=spec, agent=OneAgent, play=play, unscored=set())
     learner = SimpleNamespace(min_group_size=2, roles={}, state=dict)
     components = Components(learner, runner, {}, SamplingParams(max_tokens=4))
-    return Trainer(config, config.stages[0], components, None, SimpleNamespace(rollout=None))
+    return Trainer(config, config.stages[0], components, RunFolder(Path("unused")), SimpleNamespace(rollout=None))
 
 
 class OneAgent:

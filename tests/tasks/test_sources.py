@@ -7,6 +7,7 @@ import json
 import tarfile
 import textwrap
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -281,3 +282,41 @@ def test_a_generator_that_was_called_endless_and_ends(code):
 def test_paths_are_checked_before_anything_starts(config):
     with pytest.raises(DataError, match=r"there is no file none.*downloaded to a folder first"):
         DataConfig(**config).check_paths()
+
+
+# -- data sets of the hub ----------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_splits(tmp_path, monkeypatch):
+    """Fetched by the real library, which finds a local folder in the hub's place."""
+    write_jsonl(tmp_path / "hub" / "train.jsonl", ["a", "b", "c"])
+    write_jsonl(tmp_path / "hub" / "test.jsonl", ["d"])
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    asked, load_dataset = [], datasets.load_dataset
+
+    def local(name, config):
+        asked.append((name, config))
+        return load_dataset(str(tmp_path / "hub"), cache_dir=str(tmp_path / "hf"))
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    splits = load("org/name:main")
+    assert set(asked) == {("org/name", "main")}
+    assert prompts(splits.train) == ["a", "b", "c"]
+    assert prompts(splits.test) == ["d"]
+    write_jsonl(tmp_path / "hub" / "train.jsonl", ["e", "f"])  # a later version
+    assert prompts(load("org/name").train) == ["e", "f"]
+
+
+def test_one_that_cannot_be_had_is_said_in_one_line(tmp_path, monkeypatch):
+    def unreachable(name, config):
+        raise ConnectionError("Couldn't reach 'org/name'\non the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"^there is no file org/name, and as .* cannot be had: Couldn't reach"):
+        load("org/name")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for path in ("data/train", "data/train.jsonl", "org/train.jsonl", "/org/name", "./org/name"):
+        with pytest.raises(DataError, match=f"^there is no file {path}"):
+            DataConfig(path=path).check_paths()

@@ -18,6 +18,7 @@ from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.render import load_tokenizer, make_renderer
 from envgym.training.launch import Components
 from envgym.training.pretraining import Pretraining, spread
+from envgym.training.run_folder import RunFolder
 from envgym.training.trainer import Trainer
 from envgym.types import Objective, Task
 from envgym.workers.config import WorkersConfig
@@ -208,7 +209,7 @@ def row_of(unit):
     return TrainSample(np.arange(3), weights, -weights, Objective.POLICY_GRADIENT, batch_unit=unit, versions=(0,))
 
 
-def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file):
+def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(renderer, file, tmp_path):
     """Four rows and three documents in two mini-batches, twice; the critic never sees a document."""
     run = resolve({"env": "math_verify", "learner": "grpo"})
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
@@ -227,7 +228,7 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     workers = {"actor": Worker(), "critic": Worker()}
     pretraining = Pretraining(config, renderer, 0)
     components = Components(learner, runner, workers, SamplingParams(max_tokens=4), pretraining=pretraining)
-    trainer = Trainer(run, run.stages[0], components, None, None)
+    trainer = Trainer(run, run.stages[0], components, RunFolder(tmp_path), None)
     asyncio.run(trainer.update.learn([]))
     policy, text = Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY
     assert [kinds for kinds, _ in workers["actor"].steps] == [[policy] * 2 + [text] * n for n in (2, 1, 2, 1)]
