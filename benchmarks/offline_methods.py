@@ -55,7 +55,7 @@ RUNS: dict[str, list[str]] = {
         for name, data in PREFERENCES.items()
         for control in ("", "_shuffled")
     },
-    "rm": ["--recipe", "rm", "data.path=pairs.jsonl", "learner.lr=3e-4", "epochs=3", "eval.every=20"],
+    "rm": ["--recipe", "rm", "data.path=pairs.jsonl", "learner.lr=5e-4", "epochs=10", "eval.every=20"],
     "ppo_on_rm": [
         "--recipe", "ppo", "--env", "reward_model", "env.models=runs/rm", "data.path=pairs.jsonl", "learner.lr=3e-4",
         "rollout.group_size=4", "learner.minibatches=2", "roles.critic.lr=1e-3", "steps=40", "eval.every=20",
@@ -191,7 +191,7 @@ def evaluated(folder: Path, name: str, model: str, wanted: float | None = None) 
     words = ["--env", "math_verify", "rollout.temperature=1", "rollout.max_tokens=16", "engine.max_model_len=512"]
     if wanted is not None:
         template = f"data.template={{}} <rm_score>: {wanted:.2f} "
-        words += ["data.path=asked.jsonl", "data.test_path=held_out.jsonl", template, "env.instruction="]
+        words += ["data.path=asked.jsonl", "data.test_path=held_out.jsonl", template, 'env.instruction=""']
     if not (out / "result.json").exists():
         call(folder, "eval", *words, "--model", model, "--name", name)
     return float(json.loads((out / "result.json").read_text())["score"])
