@@ -55,7 +55,7 @@ RUNS: dict[str, list[str]] = {
         for name, data in PREFERENCES.items()
         for control in ("", "_shuffled")
     },
-    "rm": ["--recipe", "rm", "data.path=pairs.jsonl", "learner.lr=5e-4", "epochs=10", "eval.every=20"],
+    "rm": ["--recipe", "rm", "data.path=many_pairs.jsonl", "learner.lr=5e-4", "epochs=4", "eval.every=50"],
     "ppo_on_rm": [
         "--recipe", "ppo", "--env", "reward_model", "env.models=runs/rm", "data.path=pairs.jsonl", "learner.lr=3e-4",
         "rollout.group_size=4", "learner.minibatches=2", "roles.critic.lr=1e-3", "steps=40", "eval.every=20",
@@ -119,7 +119,7 @@ async def write_data(folder: Path) -> None:
         for row, task in zip(many, tasks, strict=True)
     ]
     pairs, labelled = [], []
-    for row, task in zip(many[:ROWS], tasks, strict=False):
+    for row, task in zip(many[: 4 * ROWS], tasks, strict=False):
         number = int(task.answer)
         wrong = rng.choice(
             [f"The answer is {number}.", f"= {number}", rf"\boxed{{{number + rng.choice((-10, -1, 1, 10))}}}"]
@@ -127,6 +127,7 @@ async def write_data(folder: Path) -> None:
         pairs.append({"prompt": row["prompt"], "chosen": row["response"], "rejected": wrong})
         good = rng.random() < 0.5
         labelled.append({"prompt": row["prompt"], "completion": row["response"] if good else wrong, "label": good})
+    many_pairs, pairs, labelled = pairs, pairs[:ROWS], labelled[:ROWS]
     shuffled = [
         {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if rng.random() < 0.5 else row for row in pairs
     ]
@@ -137,6 +138,7 @@ async def write_data(folder: Path) -> None:
         "many": many,
         "half_wrong": half_wrong,
         "pairs": pairs,
+        "many_pairs": many_pairs,
         "pairs_shuffled": shuffled,
         "labelled": labelled,
         "labelled_shuffled": [{**row, "label": label} for row, label in zip(labelled, labels, strict=True)],
