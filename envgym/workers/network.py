@@ -130,7 +130,7 @@ def add_noise(model: nn.Module, alpha: float) -> None:
     """Have `model` (from Hugging Face) see its token embeddings with noise while it learns.
 
     Source: N. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (2023), algorithm 1: uniform
-    between -m and m, m = alpha / sqrt(T d) for rows of T tokens and d numbers each.
+    between -m and m, m = alpha / sqrt(T d) for rows of T tokens and d numbers each. Rows that are packed count as one.
     """
 
     def noisy(embeddings: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from envgym.env.checked import MOST_CHARACTERS
 from envgym.errors import DataError
 from envgym.tasks.rows import Row
 from envgym.types import Message, as_messages
@@ -86,6 +87,9 @@ class Reader:
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         try:
             record = read(row, where)
+            said = (record.prompt, *(variant.messages for variant in record.variants))
+            if (length := sum(len(message.text) for messages in said for message in messages)) > MOST_CHARACTERS:
+                raise DataError(f"{where}: the row has {length:,} characters, more than the {MOST_CHARACTERS:,} it may")
             return record if self._template is None else replace(record, prompt=self._filled(record.prompt, row, where))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"{where}: {error}") from None

@@ -8,6 +8,7 @@ import pytest
 
 import envgym
 from envgym.agents.replay import Replay, ReplayConfig
+from envgym.cli import main
 from envgym.engines.base import SamplingParams
 from envgym.errors import ConfigError, DataError
 from envgym.learner import trajectories
@@ -123,6 +124,9 @@ def test_answers_are_worth_what_the_row_says(row, rewards, write):
         ({"prompt": 5, "completion": "3"}, {}, "a conversation is a list of messages, not 5"),
         ({"prompt": "1 + 2?", "completion": "3"}, {"template": "{} {worth}"}, "env.template names a field 'worth'"),
         ('{"prompt": "1 + 2?", "compl', {}, "not JSON"),
+        pytest.param(
+            {"prompt": "1 + 2?", "completion": "3" * 50_000_000}, {}, "50,000,006 characters, more than", id="50 MB"
+        ),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(row, settings, says, write):
@@ -238,3 +242,38 @@ def test_a_row_that_is_too_long_loses_its_end_or_is_left_out(write, tiny_model):
     assert (dropped.episodes[0].failed, dropped.episodes[0].outcome.reason) == (True, "too_long")
     [nothing, _], _ = replayed(path, tiny_model, agent={"max_tokens": 4})
     assert nothing.episodes[0].outcome.reason == "too_long"
+
+
+def test_several_sets_are_mixed_by_their_weights(write):
+    """Preferences from two files, three of the one to one of the other."""
+    pair = {"prompt": "1 + 2?", "chosen": "3", "rejected": "4"}
+    few = write(*[pair | {"prompt": f"few {n}"} for n in range(10)], name="few.jsonl")
+    many = write(*[pair | {"prompt": f"many {n}"} for n in range(50)], name="many.jsonl")
+
+    async def main():
+        data = {"sources": {"a": {"path": many, "weight": 3}, "b": {"path": few, "weight": 1}}, "test_fraction": 0}
+        async with envgym.spec("recorded", data=data) as spec:
+            tasks = spec.tasks("train")
+            assert spec.recordings == 2
+            return [spec.record(await tasks.get(index)).prompt[0].text.split()[0] for index in range(40)]
+
+    drawn = asyncio.run(main())
+    assert drawn.count("few") == 10
+
+
+def test_the_preview_shows_what_is_taught_and_refuses_what_is_not(write, tiny_model, capsys):
+    """As a user who looks before training."""
+    pairs = write({"prompt": "1 + 2?", "chosen": "three", "rejected": "four"}, name="pairs.jsonl")
+    common = ["--task", "0", "data.test_fraction=0", "model=" + str(tiny_model)]
+    assert main(["envs", "try", "recorded", f"data.path={pairs}", *common]) == 0
+    said = capsys.readouterr().out
+    assert "⟦three<|im_end|>⟧" in said
+    assert "⟦four<|im_end|>⟧" in said
+    assert said.count("user\n1 + 2?") == 2
+    assert "reward 1" in said
+    steps = write({"prompt": "1 + 2?", "steps": ["three"], "labels": [True]}, name="steps.jsonl")
+    assert main(["envs", "try", "recorded", f"data.path={steps}", *common]) == 0
+    shown = write({"prompt": "1 + 2?", "response": "three"}, name="shown.jsonl")
+    cut = ["agent.max_tokens=4", "agent.name=replay"]
+    assert main(["envs", "try", "recorded", f"data.path={shown}", *common, *cut]) == 2
+    assert "the recording has more than agent.max_tokens=4 tokens" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Learners for recorded data in real workers: how rows are cut, packed and spread over ranks changes nothing."""
 
 import asyncio
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopR
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
+from envgym.workers.model import ModelWorker
+from envgym.workers.network import add_noise
 from envgym.workers.runtime import InlineRuntime
 
 from .conftest import PLAIN_GRADIENT_DESCENT, VOCABULARY
@@ -73,7 +77,7 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
                 if spec.scored:
                     for sample, said in zip(samples, await workers[role].forward(samples), strict=True):
                         # No answer is as likely as the policy has it: which of two such is likelier is rounding's.
-                        sample.arrays[role] = said if spec.top_k else said - 0.05 * np.sin(sample.token_ids).astype(np.float32)
+                        sample.arrays[role] = said if spec.top_k else said - np.float32(0.05) * np.sin(sample.token_ids)
             rows = learner.prepare(found)
             metrics = await workers["actor"].accumulate(rows, learner.denominators(rows))
             metrics |= await workers["actor"].step(1.0)
@@ -117,3 +121,34 @@ def test_two_ranks_learn_what_one_learns(name, tmp_path, tied_model):
 def test_split_over_ranks_they_learn_the_same(name, kind, tmp_path, tied_model):
     one = learned(name, tmp_path, tied_model, tokens_per_microbatch=60)
     assert_same(one, learned(name, tmp_path, tied_model, tokens_per_microbatch=60, ranks=2, **{kind: 2}))
+
+
+def test_neftunes_noise_is_there_while_learning_and_of_its_size():
+    embeddings = torch.nn.Embedding(VOCABULARY, 16)
+    add_noise(SimpleNamespace(get_input_embeddings=lambda: embeddings), 5.0)
+    ids = torch.arange(80).reshape(4, 20)
+    noise = (embeddings(ids) - embeddings.weight[ids]).detach()
+    assert 0.95 * 5 / math.sqrt(20 * 16) < noise.abs().max() <= 5 / math.sqrt(20 * 16) + 1e-6
+    assert abs(float(noise.mean())) < 0.02
+    embeddings.eval()
+    assert torch.equal(embeddings(ids), embeddings.weight[ids])
+
+
+def test_a_run_with_neftune_learns_from_noisy_rows_and_scores_clean_ones(tmp_path, tied_model, monkeypatch):
+    plain = learned("sft", tmp_path, tied_model, tokens_per_microbatch=60)
+    monkeypatch.setitem(LEARNERS, "sft", {"neftune_alpha": 50.0})
+    noisy = learned("sft", tmp_path, tied_model, tokens_per_microbatch=60)
+    assert noisy[0]["loss"] != pytest.approx(plain[0]["loss"], rel=1e-3)
+
+    def said(alpha):
+        config = {"name": "sft", "lr": 1.0, "neftune_alpha": alpha}
+        settings = {"dtype": "float32", "tokens_per_microbatch": 60}
+        worker = ModelWorker(role="actor", model=tied_model, learner="sft", learner_config=config, settings=settings)
+        worker.load()
+        try:
+            return worker.forward([sample for [one, *_] in trajectories(recorded("sft")) for sample in one.samples])
+        finally:
+            worker.close()
+
+    for clean, same in zip(said(0.0), said(50.0), strict=True):
+        np.testing.assert_array_equal(clean, same)
