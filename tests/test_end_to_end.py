@@ -169,6 +169,7 @@ def test_a_finished_run_is_told_again_and_not_trained_again(run):
     assert {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_the_trained_policy_is_evaluated(run):
     printed = program(
         run.folder.parents[1], "eval", "--config", "runs/first/config.yaml", "--model", "runs/first",
@@ -258,6 +259,7 @@ class Fragile(envgym.Env):
 '''
 
 
+@pytest.mark.slow
 def test_a_world_that_breaks_stops_the_run_with_everything_kept(tmp_path, tiny_model):
     """Steps are made of several turns; then too many episodes fail, and the mended run goes on."""
     (tmp_path / "fragile.py").write_text(FRAGILE)

@@ -27,7 +27,10 @@ def lasting(folder: Path) -> list[dict[str, object]]:
     """The metrics without times and rates."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     passing = ("seconds/", "tokens/per_second", "tflops", "mfu", "memory/")
-    return [{name: value for name, value in record.items() if not name.startswith(passing)} for record in records]
+    return [
+        {name: value for name, value in record.items() if not name.removeprefix("critic/").startswith(passing)}
+        for record in records
+    ]
 
 
 def weights(folder: Path) -> str:
@@ -73,3 +76,35 @@ def test_another_seed_gives_another_run(envgym, tmp_path):
     envgym(*SMALL, "--name", "one", "steps=2")
     envgym(*SMALL, "--name", "two", "steps=2", "seed=1")
     assert lasting(tmp_path / "runs" / "one") != lasting(tmp_path / "runs" / "two")
+
+
+def test_a_pipeline_killed_in_each_of_its_stages_ends_with_the_same_bytes(envgym, tmp_path, store):
+    """SFT, reward model, PPO: the recipe `rlhf`, whole and killed three times."""
+    rows = [
+        {"prompt": f"What is {n} + {n}?", "chosen": f"\\boxed{{{2 * n}}}", "rejected": f"{2 * n}"} for n in range(90)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["train", "--recipe", "rlhf", "deterministic=true", "rollout.tasks=8", "eval.tasks=16", "eval.every=2"]
+    words += [f"stages.{name}.data.path=pairs.jsonl" for name in ("sft", "rm", "ppo")]
+    words += ["stages.sft.epochs=0.5", "stages.rm.epochs=0.5", "stages.ppo.steps=4", "learner.lr=1e-4"]
+    words += ["checkpoint.every=1", "rollout.max_tokens=16", "engine.max_model_len=512"]
+    envgym(*words, "--name", "whole")
+    runs, resumed = tmp_path / "runs", []
+    for number, stage in enumerate(("1-sft", "2-rm", "3-ppo")):
+        command = [*words, "--name", "killed"] if number == 0 else ["train", "--resume", "killed"]
+        run = subprocess.Popen([str(ENVGYM), *command], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        metrics, deadline = runs / "killed" / stage / "metrics.jsonl", time.monotonic() + 300
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:  # step 0's among them
+            assert run.poll() is None, f"the run ended before it could be killed in {stage}"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        resumed.append({stage: metrics.read_text().count("\n") - 1})
+    envgym("train", "--resume", "killed")
+    hashes = {}
+    for stage in ("1-sft", "2-rm", "3-ppo"):
+        assert lasting(runs / "killed" / stage) == lasting(runs / "whole" / stage), stage
+        hashes[stage] = weights(runs / "whole" / stage)
+        assert weights(runs / "killed" / stage) == hashes[stage], stage
+    store("rlhf_killed", killed_after_steps=resumed, weights=hashes)

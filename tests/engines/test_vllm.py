@@ -50,6 +50,7 @@ def test_the_same_wave_gives_the_same_bits_after_a_restart(tiny_model, tmp_path)
     assert len({tuple(generation.token_ids) for generation in first}) > 190
 
 
+@pytest.mark.slow
 def test_an_unknown_argument_names_its_neighbour(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match=r"^vLLM has no engine argument 'max_num_seq'\. Did you mean 'max_num_seqs'"):
         run_with_engine(tiny_model, tmp_path, None, engine_args={"max_num_seq": 4})

@@ -72,6 +72,7 @@ def test_gguf_by_the_users_converter(tiny_model, tmp_path, converter, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert.py", "model.gguf"]
 
 
+@pytest.mark.slow
 def test_another_template_is_said(tiny_model, tmp_path, converter, capsys):
     words = ["model", "export", str(tiny_model), str(tmp_path / "model.gguf"), "--converter", converter(" ")]
     assert main(words) == 0

@@ -91,7 +91,7 @@ async def play(kind, folder, logs, recording):
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("vocabulary", ["tekken", "sentencepiece"])
+@pytest.mark.parametrize("vocabulary", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece"])
 def test_an_episode_is_what_the_engine_saw_and_said(kind, vocabulary, request, tmp_path, recording, check_episode):
     tokenizer = load_tokenizer(str(request.getfixturevalue(f"{vocabulary}_folder")))
     Echo.actions.clear()

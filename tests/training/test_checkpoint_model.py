@@ -140,6 +140,7 @@ def test_a_disk_that_is_full_ends_a_run_in_one_line_with_what_it_kept(copied):
     assert json.loads((copied / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_of_another_run_as_that_one_rendered_and_sampled(run, tmp_path):
     checkpoint = run / "checkpoints" / "best"
     program(tmp_path, *TAUGHT, "--model", checkpoint, "--name", "on", "steps=1", "learner.lr=0")

@@ -36,6 +36,7 @@ def weights(path):
     return load_file(path / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rlhf_from_one_file(folder, tiny_model):
     """SFT, a reward model on top of it, and PPO of the SFT's policy with a critic from the reward model."""

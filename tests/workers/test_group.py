@@ -43,7 +43,9 @@ def with_group(tmp_path, tied_model, learner):
     return run
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_two_ranks_learn_what_one_learns(
     with_group, make_rows, denominators, plain_gradient_descent, tied_model, tmp_path, zero_stage
 ):
@@ -76,6 +78,7 @@ def test_two_ranks_learn_what_one_learns(
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns_in_bfloat16(
     with_group, make_rows, denominators, plain_gradient_descent, tmp_path
 ):

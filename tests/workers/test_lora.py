@@ -71,7 +71,9 @@ def steps_by_hand(base, folder, rows, n_steps):
     return {name: tensor.float() for name, tensor in peft.get_peft_model_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_only_the_adapter_learns(
     make_worker, make_rows, denominators, plain_gradient_descent, untied_model, tmp_path, zero_stage
 ):
@@ -99,7 +101,7 @@ def test_only_the_adapter_learns(
     "workers",
     [
         {},
-        {"ranks": 2, "zero_stage": 2},
+        pytest.param({"ranks": 2, "zero_stage": 2}, marks=pytest.mark.slow),
         {"ranks": 2, "zero_stage": 3},
         pytest.param({"ranks": 2, "sequence_parallel": 2}, marks=pytest.mark.slow),
     ],
@@ -153,7 +155,9 @@ def test_what_ranks_leave_is_the_policy(
     assert not any("lora" in name or "base_layer" in name for name in load_file(tmp_path / "model/model.safetensors"))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_learning_goes_on_from_a_small_checkpoint(
     make_worker, make_rows, denominators, tied_model, tmp_path, zero_stage
 ):

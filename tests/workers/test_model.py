@@ -165,7 +165,15 @@ def test_the_learning_rate_is_the_one_given_to_step(make_worker, make_rows, deno
         torch.testing.assert_close(tensor, before[name], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
+)
 def test_in_bfloat16_many_micro_batches_add_up(
     make_worker, make_rows, denominators, plain_gradient_descent, zero_stage
 ):

@@ -67,7 +67,7 @@ def moved_by_one(moved):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"zero_stage": 2},
+        pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
         {"zero_stage": 3},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"zero_stage": 2, "offload_optimizer": True}, marks=pytest.mark.slow),

@@ -112,13 +112,13 @@ def assert_equal(result, expected):
 HOW = pytest.mark.parametrize("how", ["tensor_parallel", "sequence_parallel"])
 
 
-@HOW
+@pytest.mark.parametrize("how", [pytest.param("tensor_parallel", marks=pytest.mark.slow), "sequence_parallel"])
 def test_two_ranks_do_what_one_does(with_group, one_step, one_rank, plain_gradient_descent, tied_model, how):
     settings = {"ranks": 2, "deepspeed": plain_gradient_descent, how: 2}
     assert_equal(with_group(one_step, tied_model, **settings), one_rank(tied_model))
 
 
-@HOW
+@pytest.mark.parametrize("how", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.slow)])
 def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_whole(
     with_group, make_rows, denominators, untied_model, tmp_path, how
 ):

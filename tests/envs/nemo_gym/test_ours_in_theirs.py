@@ -189,6 +189,7 @@ def test_their_gymnasium_agent_steps_our_environment(theirs_collected, game):
         assert last["text"] == ("none" if game == "stones" else f"I say {seed % 8}")
 
 
+@pytest.mark.slow
 def test_their_launcher_starts_their_agent_on_our_servers_and_none_of_ours(
     nemo_gym, served, model_server, agent_entry, tmp_path
 ):
