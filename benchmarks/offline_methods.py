@@ -35,7 +35,10 @@ ROWS = 2048
 """Rows of the files that the starter learns from."""
 MANY_ROWS = 16384
 """Rows of those that a model learns from that knows nothing."""
-SIZES = {"blank": {"hidden_size": 128, "intermediate_size": 256}, "half": {"hidden_size": 96, "intermediate_size": 160}}
+SIZES = {
+    "blank": {"hidden_size": 128, "intermediate_size": 256},
+    "half": {"hidden_size": 96, "intermediate_size": 160, "heads": 3},
+}
 """New models: one like the starter (0.39 million parameters), and one of half of that."""
 COMMON = ["rollout.tasks=64", "rollout.max_tokens=16", "eval.tasks=256", "checkpoint.every=0"]
 STARTER = ["learner.lr=1e-4", "eval.every=5"]
@@ -206,8 +209,8 @@ def compared(folder: Path, before: str, after: str) -> Any:
 
 
 def by_task(folder: Path, before: str, after: str) -> dict[str, Any]:
-    """The same of evaluations with other prompts, which `envgym compare` refuses: the tasks are known to be the same. The
-    interval is the normal one."""
+    """The same of evaluations with other prompts, which `envgym compare` refuses: the tasks are known to be the same.
+    The interval is the normal one."""
     scores = [
         {one.task.id: one.score for one in read_episodes(folder / "evals" / name) if not one.group.startswith("greedy")}
         for name in (before, after)
