@@ -101,7 +101,7 @@ def main() -> None:
         store(NAME, {"conditions": where, "runs": results})
         print(name, results[name], flush=True)
     results = {name: results[name] for name in RUNS if name in results}
-    fill_docs(PAGE, NAME, "\n".join([in_words(results), "", conditions_in_words(where)]))
+    fill_docs(NAME, "\n".join([in_words(results), "", conditions_in_words(where)]), PAGE)
 
 
 async def write_data(folder: Path) -> None:
