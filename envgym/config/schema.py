@@ -104,6 +104,8 @@ class EngineConfig(Settings):
     kind: Literal["auto", "vllm", "transformers", "openai"] = "auto"
     """`auto` is vLLM where it is installed, else the transformers fallback, and says so. `openai` is any API of that
     form, for evaluation; `model` is then the name that the API knows."""
+    count: int = Field(1, ge=1)
+    """Engines that requests are spread over. One that dies is replaced, and its episodes are played again."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the workers' (`workers.dtype`): float32 on a CPU and bfloat16 on an accelerator by default."""
     max_model_len: int | None = Field(None, ge=2)
@@ -126,7 +128,7 @@ class EngineConfig(Settings):
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
-        own: tuple[str, ...] = ("dtype", "max_model_len", "args")
+        own: tuple[str, ...] = ("dtype", "count", "max_model_len", "args")
         if self.kind != "openai":
             own = ("base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra")
         elif self.base_url is None:

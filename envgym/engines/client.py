@@ -32,10 +32,10 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, runtime: Runtime, target: str, kwargs: Mapping[str, Any], environ: Mapping[str, str]
+        cls, runtime: Runtime, target: str, kwargs: Mapping[str, Any], environ: Mapping[str, str], name: str = "engine"
     ) -> EngineClient:
-        """Start the engine class `target` as a worker named `engine`."""
-        return cls(await runtime.start(target, kwargs, name="engine", environ=environ))
+        """Start the engine class `target` as a worker of this name."""
+        return cls(await runtime.start(target, kwargs, name=name, environ=environ))
 
     async def info(self) -> EngineInfo:
         info: EngineInfo = await self._control("info")

@@ -14,6 +14,7 @@ from envgym.config.schema import Component, RoleConfig, RunConfig, StageConfig
 from envgym.engines import choose_engine
 from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.engines.client import EngineClient
+from envgym.engines.pool import EnginePool
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import Learner
@@ -157,7 +158,7 @@ async def start_components(
     workers |= {role: workers["actor"].without_adapter(role) for role in bases}
     sync = None
     if engine is not None:
-        assert not isinstance(engine, ChatEngine), "a run that trains is given an engine with tokens"
+        assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
         sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
@@ -226,8 +227,8 @@ async def start_sampling(
 
 async def start_engine(
     config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display, lora_rank: int = 0
-) -> tuple[EngineClient, int]:
-    """The stage's engine, ready to sample, and its context length in tokens."""
+) -> tuple[EnginePool, int]:
+    """The stage's engines, ready to sample, and its context length in tokens."""
     target, note = choose_engine(stage.engine.kind)
     if note:
         display.note(note)
@@ -244,9 +245,15 @@ async def start_engine(
         "engine_args": stage.engine.args,
     }
     # Sampling and learning alternate, so each may use every core.
-    environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
-    engine = await EngineClient.start(runtime, target, arguments, environ)
-    return engine, (await engine.info()).max_model_len
+    cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
+    environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
+
+    async def start(number: int) -> EngineClient:
+        name = "engine" if stage.engine.count == 1 else f"engine-{number}"
+        return await EngineClient.start(runtime, target, arguments, environ, name)
+
+    pool = await EnginePool.started(start, stage.engine.count, in_turn=config.deterministic, note=display.note)
+    return pool, (await pool.info()).max_model_len
 
 
 def episodes_at_once(stage: StageConfig) -> int:

@@ -77,7 +77,8 @@ class Trainer:
         """
         self.checkpoints.mark_whole_step()
         try:
-            await self.sync()
+            async with self.engines_wait():
+                await self.sync()
             while True:
                 if not self.progress.recorded:
                     await self.finish_step()
@@ -107,13 +108,15 @@ class Trainer:
         try:
             groups = trajectories(await self.roll_out())
             await self.update.score(groups)
-            self.checkpoints.weights_change()
-            await self.update.learn(groups)
+            async with self.engines_wait():
+                self.checkpoints.weights_change()
+                await self.update.learn(groups)
+                await self.rollouts_written()  # beside the learning: a step is whole once its episodes are on the disk
+                self.progress.step, self.progress.recorded = self.progress.step + 1, False
+                self.checkpoints.mark_whole_step()
+                await self.sync()
         finally:
-            await self.rollouts_written()  # beside the learning: a step is whole once its episodes are on the disk
-        self.progress.step, self.progress.recorded = self.progress.step + 1, False
-        self.checkpoints.mark_whole_step()
-        await self.sync()
+            await self.rollouts_written()
         self.progress.record |= speed_metrics(self.progress.record, time.monotonic() - started)
 
     async def roll_out(self) -> list[Group]:
@@ -150,11 +153,17 @@ class Trainer:
         if self._writing is not None:
             await self._writing
 
+    def engines_wait(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Held from one version of the weights to the next, which the engines have at the end: none joins meanwhile."""
+        return contextlib.nullcontext() if self.components.sync is None else self.components.sync.whole
+
     async def sync(self) -> None:
-        """Give the engine the actor's weights as policy version `step`, and compare the two."""
+        """Give the engines the actor's weights as policy version `step`, and compare the two."""
         if self.components.sync is not None:
             with self.progress.timed("sync"):
-                self.progress.record["sync/max_abs"] = await self.components.sync(self.progress.step)
+                difference = await self.components.sync(self.progress.step)
+            if difference is not None:
+                self.progress.record["sync/max_abs"] = difference
 
     async def finish_step(self) -> None:
         """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""

@@ -1,16 +1,19 @@
-"""New weights to the engine, and proof that they arrived."""
+"""New weights to the engines, and proof that they arrived."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from envgym.engines.base import Engine
-from envgym.errors import RunError
+from envgym.engines.client import EngineClient
+from envgym.engines.pool import EnginePool
+from envgym.errors import RunError, WorkerDied
 from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.types import Observation, Row, Segment, int_array
@@ -21,47 +24,69 @@ PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 
 @dataclass(slots=True)
 class WeightSync:
-    """Carries what the actor learned to the engine: its weights, or its LoRA adapter alone. `tolerance` is the largest
+    """Carries what the actor learned to the engines: its weights, or its LoRA adapter alone. `tolerance` is the largest
     difference in log-probability, in nats, at which the two still count as the same policy."""
 
-    engine: Engine
+    engine: EnginePool
     actor: WorkerGroup
     renderer: Renderer
     tolerance: float
     base_is_quantized: bool = False
-    """The actor's frozen weights are not those of the folder that the engine has loaded, but went through 4 bits."""
+    """The actor's frozen weights are not those of the folder that the engines load, but went through 4 bits."""
+    whole: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the actor's weights are on their way from one version to the next."""
+    version: int | None = None
+    """The version that the engines have."""
 
-    async def __call__(self, version: int) -> float:
-        """Load the actor's weights into the engine as policy `version`; returns how far the two differ on a probe.
+    def __post_init__(self) -> None:
+        self.engine.join = self.join
+
+    async def __call__(self, version: int) -> float | None:
+        """Load the actor's weights into the engines as policy `version`; returns how far they differ on a probe, the
+        one that differs most. None where all have died: those in their places will be given it.
 
         Raises `RunError` beyond the tolerance.
         """
-        info = self.actor.info
-        if not info["adapter"]:
-            await self._send_weights(version)
-        else:
-            if self.base_is_quantized:
-                await self._send_weights(version)
-                self.base_is_quantized = False  # the engine has them now
-            await self._send_adapter(version)
-        difference = await self._difference_on_probe()
-        self.check(f"the probe after sync {version}", difference)
-        return difference
+        await self._send(self.engine, version, with_base=self.version is None)
+        self.version = version
+        differences = await self._differences_on_probe(self.engine)
+        for difference in differences:
+            self.check(f"the probe after sync {version}", difference)
+        return max(differences, default=None)
 
-    async def _send_weights(self, version: int) -> None:
+    async def join(self, engine: EngineClient) -> None:
+        """Bring an engine that was started later to the version of the others, once the actor has it."""
+        async with self.whole:
+            if self.version is None:  # the first sync is yet to come
+                return
+            pool = EnginePool(_no_other, [engine])
+            await self._send(pool, self.version, with_base=True)
+            differences = await self._differences_on_probe(pool)
+            if not differences:
+                raise WorkerDied("it died while it was given the weights")
+            self.check("the probe of an engine that was started anew", differences[0])
+
+    async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
+        adapter = self.actor.info["adapter"]
+        if not adapter or (self.base_is_quantized and with_base):
+            await self._send_weights(engine, version)
+        if adapter:
+            await self._send_adapter(engine, version)
+
+    async def _send_weights(self, engine: EnginePool, version: int) -> None:
         # Twice their size: a tied head is written beside its embedding, and others need shared memory too.
         path = self._place(2 * self.actor.info["n_parameters"]).with_suffix(".safetensors")
         try:
             await self.actor.export(str(path))
-            await self.engine.load_weights(str(path), version)
+            await engine.load_weights(str(path), version)
         finally:
             path.unlink(missing_ok=True)
 
-    async def _send_adapter(self, version: int) -> None:
+    async def _send_adapter(self, engine: EnginePool, version: int) -> None:
         folder = self._place(2 * self.actor.info["n_trained"])
         try:
             await self.actor.export_adapter(str(folder))
-            await self.engine.load_adapter(str(folder), version)
+            await engine.load_adapter(str(folder), version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -70,13 +95,13 @@ class WeightSync:
         n_bytes = n_numbers * (4 if self.actor.info["dtype"] == "float32" else 2)
         return place(n_bytes) / f"envgym-{os.getpid()}-{id(self):x}"
 
-    async def _difference_on_probe(self) -> float:
+    async def _differences_on_probe(self, engine: EnginePool) -> list[float]:
+        """How far the actor and each of the engines differ."""
         token_ids = self.renderer.prompt(Observation(text=PROBE))
         # As if it were an action: tokens that do not count are not scored.
         [scored] = await self.actor.forward([TrainSample.of(Row([Segment("action", int_array(token_ids))]))])
-        sampled = await self.engine.score(tuple(token_ids))
-        differences = [abs(ours - theirs) for ours, theirs in zip(scored[1:].tolist(), sampled, strict=True)]
-        return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN
+        ours = scored[1:].tolist()
+        return [_largest(ours, sampled) for sampled in await engine.probe(tuple(token_ids))]
 
     def check(self, where: str, difference: float) -> None:
         """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""
@@ -86,6 +111,15 @@ class WeightSync:
                 f"sync.tolerance={self.tolerance:g}. The engine does not hold the actor's weights, or computes "
                 "differently (dtype, kernels)"
             )
+
+
+def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN
+
+
+async def _no_other(number: int) -> EngineClient:
+    raise WorkerDied("it died while it was given the weights")
 
 
 def place(n_bytes: int) -> Path:

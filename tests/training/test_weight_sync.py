@@ -14,6 +14,7 @@ import pytest
 
 from envgym.config.schema import StageConfig
 from envgym.engines.base import SamplingParams
+from envgym.engines.pool import EnginePool
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.training import weight_sync as module
@@ -60,7 +61,7 @@ class Both:
 
     def sync(self, **settings) -> WeightSync:
         both: Any = self
-        return WeightSync(both, both, both, TOLERANCE, **settings)
+        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, **settings)
 
 
 def test_the_engine_gets_the_actors_weights_and_nothing_is_left():
