@@ -32,12 +32,26 @@ def complete_stage(stage: StageConfig) -> None:
         )
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
+    if stage.rollout.max_staleness:
+        _check_staleness(stage, learner_config)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
         raise ConfigError(f"checkpoint.best={stage.checkpoint.best} is measured by evaluations: set eval.every above 0")
     _check_pretraining(stage, learner_config)
     stage.env = Component(name=stage.env.name, **spec.config.model_dump(mode="json", exclude={"data"}))
     stage.agent = Component(name=stage.agent.name, **agent_config.model_dump(mode="json"))
     stage.learner = Component(**learner_config.model_dump(mode="json"))
+
+
+def _check_staleness(stage: StageConfig, config: LearnerConfig) -> None:
+    """Samples of older policies want weights, or a clipped ratio to the policy that sampled them."""
+    corrected = getattr(getattr(config, "correction", None), "kind", "none") != "none"
+    uncorrected = getattr(config, "recomputes", False) or getattr(config, "policy_loss", "") == "reinforce"
+    if uncorrected and not corrected:
+        raise ConfigError(
+            f"rollout.max_staleness={stage.rollout.max_staleness}: learner {stage.learner.name} would take samples of "
+            "older policies for the present one's: set learner.correction.kind=tis, or learner.old_logprobs=rollout with "
+            "a clipped policy_loss"
+        )
 
 
 def _check_roles(

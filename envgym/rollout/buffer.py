@@ -61,6 +61,11 @@ class Buffer:
         taken, self._groups = self._groups[:count], self._groups[count:]
         return taken
 
+    def take_oldest(self, count: int) -> list[Group]:
+        """`take` of groups that came in another order than they were begun, which their names tell."""
+        self._groups.sort(key=lambda group: group.id)
+        return self.take(count)
+
     def state(self) -> dict[str, Any]:
         return {
             "groups": list(self._groups),

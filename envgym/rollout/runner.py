@@ -93,6 +93,7 @@ class Runner:
         self.unscored: set[str] = set()
         """Environments whose rewards are known to be no scores."""
         self._task_hash: tuple[Task | None, str] = (None, "")
+        self._slots = asyncio.Semaphore(config.concurrency)
 
     async def play(
         self,
@@ -116,14 +117,13 @@ class Runner:
         kept, failures = kept or {}, Counter[str]()
         groups = [Group(id, task, []) for id, task in group_ids(plan.purpose, tasks).items()]
         done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(plan.samples))
-        concurrency = self.config.concurrency
-        waves = None
+        waves, slots = None, self._slots  # of all that is played at the same time
         # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
         if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
             # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
-            concurrency = min(concurrency, self.spec.concurrency_bound() or concurrency)
-            waves = Waves(self.engine, total, concurrency)
-        slots = asyncio.Semaphore(concurrency)
+            most = self.config.concurrency
+            concurrency = min(most, self.spec.concurrency_bound() or most)
+            waves, slots = Waves(self.engine, total, concurrency), asyncio.Semaphore(concurrency)
 
         async def one(group: Group, member: int) -> Episode:
             nonlocal done

@@ -17,6 +17,7 @@ from typing import Any
 from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
 from envgym.rollout.buffer import Buffer
+from envgym.rollout.supply import Supply
 from envgym.tasks.cursor import TaskCursor
 
 from .launch import Components
@@ -69,6 +70,7 @@ class Checkpoints:
         progress: Progress,
         cursor: TaskCursor,
         buffer: Buffer,
+        supply: Supply | None = None,
     ) -> None:
         self.best = BestMetric(config)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
@@ -78,6 +80,7 @@ class Checkpoints:
         self._progress = progress
         self._cursor = cursor
         self._buffer = buffer
+        self._supply = supply
         self._boundary: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class Checkpoints:
             "pretraining": None if pretraining is None else pretraining.state(),
             "learner": self._components.learner.state(),
             "unscored": sorted(self._components.runner.unscored),
+            "supply": None if self._supply is None else self._supply.state(),
         }
 
     async def save(self, state: Mapping[str, Any] | None = None) -> Path:
@@ -121,6 +125,8 @@ class Checkpoints:
                 components.pretraining.load_state(state["pretraining"])
             components.learner.load_state(state["learner"])
             components.runner.unscored |= set(state.get("unscored", ()))
+            if self._supply is not None:
+                self._supply.load_state(state["supply"], progress.step)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"the controller's state in {checkpoint} does not fit this version of envgym and of the learner "

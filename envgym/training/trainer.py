@@ -24,6 +24,7 @@ from envgym.monitoring.metrics import check_failures, held_out_metrics, rollout_
 from envgym.monitoring.recorder import Recorder
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
 from envgym.rollout.runner import SamplingPlan
+from envgym.rollout.supply import Supply, version_of
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Group, Task
@@ -62,10 +63,15 @@ class Trainer:
             needs_reward=self.uses_policy,
             filter=stage.rollout.filter if self.uses_policy else None,
         )
+        self.supply = None
+        if stage.rollout.max_staleness and self.uses_policy:
+            self.supply = Supply(self.buffer, self.cursor, stage.rollout, self.play_alone)
         self.update = Update(components, stage, self.progress)
         self.held_out = HeldOut(self.play, components.runner.spec, components.sampling, stage.eval)
-        self.checkpoints = Checkpoints(stage.checkpoint, folder, components, self.progress, self.cursor, self.buffer)
-        keeps = self.uses_policy and not run.deterministic
+        self.checkpoints = Checkpoints(
+            stage.checkpoint, folder, components, self.progress, self.cursor, self.buffer, self.supply
+        )
+        keeps = self.uses_policy and not run.deterministic and self.supply is None
         self.unfinished = UnfinishedStep(folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None)
         self._writing: asyncio.Future[None] | None = None
 
@@ -101,6 +107,9 @@ class Trainer:
             with contextlib.suppress(EnvgymError, OSError):  # it may be the policy's own that died
                 await self.checkpoints.save_whole_step(error)
             raise
+        finally:
+            if self.supply is not None:
+                await self.supply.close()
 
     async def take_step(self) -> None:
         started = time.monotonic()
@@ -129,8 +138,11 @@ class Trainer:
 
         self.unfinished.begin(step)
         with self.progress.timed("rollout"):
-            batch = await fill(self.buffer, self.cursor, config, play)
-            groups = self.buffer.take(config.tasks)
+            if self.supply is None:
+                batch = await fill(self.buffer, self.cursor, config, play)
+                groups = self.buffer.take(config.tasks)
+            else:
+                batch, groups = await self.stop.unless(self.supply.take())
             if self.components.engine is not None:  # a replay only copies its data
                 write = asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), batch.episodes)
                 self._writing = asyncio.ensure_future(write)
@@ -147,6 +159,9 @@ class Trainer:
         if config.filter.on and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks}
             record["filter/carried_over"] = len(self.buffer)
+        if self.supply is not None:
+            ages = [self.progress.step - version_of(group.id) for group in groups]
+            record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
         self.progress.tokens["sampled"] += record.get("tokens/sampled", 0)
 
     async def rollouts_written(self) -> None:
@@ -164,6 +179,8 @@ class Trainer:
                 difference = await self.components.sync(self.progress.step)
             if difference is not None:
                 self.progress.record["sync/max_abs"] = difference
+        if self.supply is not None:
+            await self.supply.moved_on(self.progress.step)
 
     async def finish_step(self) -> None:
         """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""
@@ -193,6 +210,11 @@ class Trainer:
         self.progress.evals |= results
         for result in results.values():
             self.display.evaluation(step, result)
+
+    async def play_alone(self, task: Task, name: str) -> Group:
+        """Play a task as a group of this name."""
+        [group] = await self.components.runner.play([task], SamplingPlan(name, self.components.sampling, self.group_size))
+        return group
 
     async def play(
         self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
