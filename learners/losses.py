@@ -268,18 +268,21 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ke
     """Means over the tokens that are learned from, and what the ratio to the old policy is like there.
 
     Every tensor is [B, T], and finite where `kept` (bool) is set. `policy/approx_kl` is the estimate
-    r - 1 - log r of KL(old || new), from samples of the old policy (J. Schulman, 2020).
+    r - 1 - log r of KL(old || new), from samples of the old policy (J. Schulman, 2020). `policy/effective_share` is
+    sum r / sum r^2, Kish's effective sample size as a share where the mean of r is 1, as it should be.
     """
     log_ratio = log_ratio.detach().clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     means = {**means, "policy/approx_kl": ratio - 1 - log_ratio}
     infinity = torch.full_like(ratio, float("inf"))
     # One transfer for all of them: each number by itself would wait for the accelerator.
-    count, largest, smallest, *sums = torch.stack(
+    count, largest, smallest, weight, squared, *sums = torch.stack(
         [
             kept.sum().float(),
             torch.where(kept, ratio, -infinity).max(),
             torch.where(kept, ratio, infinity).min(),
+            torch.where(kept, ratio, 0.0).sum(),
+            torch.where(kept, ratio.square(), 0.0).sum(),
             *(torch.where(kept, values.detach().float(), 0.0).sum() for values in means.values()),
         ]
     ).tolist()
@@ -291,6 +294,7 @@ def token_metrics(means: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ke
         "policy/clip_fraction": (clipped, count),
         "policy/ratio/max": (largest, 1.0),
         "policy/ratio/min": (smallest, 1.0),
+        "policy/effective_share": (weight, squared),
     }
 
 

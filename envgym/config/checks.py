@@ -49,8 +49,8 @@ def _check_staleness(stage: StageConfig, config: LearnerConfig) -> None:
     if uncorrected and not corrected:
         raise ConfigError(
             f"rollout.max_staleness={stage.rollout.max_staleness}: learner {stage.learner.name} would take samples of "
-            "older policies for the present one's: set learner.correction.kind=tis, or learner.old_logprobs=rollout with "
-            "a clipped policy_loss"
+            "older policies for the present one's: set learner.correction.kind=tis, or learner.old_logprobs=rollout "
+            "with a clipped policy_loss"
         )
 
 

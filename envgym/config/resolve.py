@@ -80,7 +80,7 @@ def resolve(
         for stage_config in config.stages:
             complete_stage(stage_config)
             if config.deterministic and stage_config.rollout.max_staleness:
-                raise ConfigError("a deterministic run has no episodes in play while it learns: rollout.max_staleness=0")
+                raise ConfigError("a deterministic run has no episodes in play while it learns: max_staleness=0")
     except UnknownKey as error:
         raise with_suggestion(error, stages[0]) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):

@@ -30,9 +30,9 @@ class RolloutConfig(Settings):
     episode_timeout: float = Field(300.0, gt=0)
     """Seconds an episode may take before it counts as failed (`timeout`)."""
     max_staleness: int = Field(0, ge=0, le=4)
-    """Steps by which the policy that learns may be ahead of the one that begins an episode. 0: sampling and learning take
-    turns. Above, tasks stay in play while the policy learns, and its new weights take over in mid-episode; 1 is usual.
-    Nothing is thrown away for its age: a step waits for what may not get older."""
+    """Steps by which the policy that learns may be ahead of the one that begins an episode. 0: sampling and learning
+    take turns. Above, tasks stay in play while the policy learns, and its new weights take over in mid-episode; 1 is
+    usual. Nothing is thrown away for its age: a step waits for what may not get older."""
     retries: int = Field(2, ge=0)
     """Times a failed episode is played again where its failure may pass (a timeout, a lost connection)."""
     refills: int = Field(1, ge=0)

@@ -213,7 +213,8 @@ class Trainer:
 
     async def play_alone(self, task: Task, name: str) -> Group:
         """Play a task as a group of this name."""
-        [group] = await self.components.runner.play([task], SamplingPlan(name, self.components.sampling, self.group_size))
+        plan = SamplingPlan(name, self.components.sampling, self.group_size)
+        [group] = await self.components.runner.play([task], plan)
         return group
 
     async def play(

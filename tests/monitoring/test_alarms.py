@@ -26,6 +26,7 @@ FIRES = {
     "clip_fraction": [0.1, 0.6, 0.6, 0.6],
     "large_update": [0.01, 0.7, 0.8, 0.9],
     "ratio_high": [2.0, 200.0, 1e4, 4e8],
+    "effective_share": [0.9, 0.4, 0.3, 0.45],
     "ratio_low": [0.5, 1e-5, 1e-5, 1e-6, 1e-6, 0.0],
     "kl": [0.1, 1.0, 2.5, 3.0, 5.0],
     "grad_norm": [*[0.8] * 12, 30.0],
@@ -47,6 +48,7 @@ HEALTHY = {
     "clip_fraction": [0.0, *noisy(0.2, 0.15), 0.9, 0.9, 0.1],
     "large_update": noisy(0.05, 0.05),
     "ratio_high": [*noisy(5.0, 4.0), 500.0, 2.0, 500.0],
+    "effective_share": [*noisy(0.95, 0.04), 0.4, 0.3, 0.9],
     "ratio_low": [*noisy(0.3, 0.2), 2e-5, 8e-6, 9e-6, 0.2, 1e-6],
     "kl": [0.02 * step for step in range(60)],
     "grad_norm": [*noisy(0.5, 0.4), 8.0, *[0.01] * 20, 5.0],  # small ones before a usual one are no jump
