@@ -39,15 +39,15 @@ class Supply:
         self._again: list[Task] = []
         self._flying: dict[str, Task] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._played: list[Group] = []
-        self._kept = 0
+        self._dropped: list[Group] = []
+        self._whole: dict[str, Group] = {}
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
     async def take(self) -> tuple[RolloutBatch, list[Group]]:
-        """What has been played since the last time, and the oldest groups for the next step, once all that may not
-        wait longer have ended. There are fewer than asked for where as many rounds as a step may have were not enough.
-        """
+        """The oldest groups for the next step, once all that may not wait longer have ended, and what was played for
+        them: these as they ended, and those that were dropped since the last time. There are fewer than asked for where
+        as many rounds as a step may have were not enough."""
         self._budget = self._needed * self._rounds
         while True:
             if self._error is not None:
@@ -58,9 +58,11 @@ class Supply:
             self._changed.clear()
             await self._changed.wait()
         self._taken += self._needed
-        batch = RolloutBatch(self._played, self._kept, 1)
-        self._played, self._kept = [], 0
-        return batch, self._buffer.take_oldest(self._needed)
+        groups = self._buffer.take_oldest(self._needed)
+        played = [self._whole.pop(group.id, group) for group in groups]
+        batch = RolloutBatch([*played, *self._dropped], len(groups), 1)
+        self._dropped = []
+        return batch, groups
 
     async def moved_on(self, version: int) -> None:
         """The engines sample from the weights of `version` now: there is room for more."""
@@ -111,8 +113,10 @@ class Supply:
             self._error = error
         else:
             self._cursor.observe([group])
-            self._played.append(group)
-            self._kept += self._buffer.add([group])
+            if self._buffer.add([group]):
+                self._whole[name] = group
+            else:
+                self._dropped.append(group)
             del self._flying[name]
         self._changed.set()
 

@@ -41,7 +41,8 @@ class World:
         """Take and learn from steps, which takes some time; returns the groups of each with the version they met."""
         taken = []
         for _ in range(count):
-            _, groups = await self.supply.take()
+            batch, groups = await self.supply.take()
+            assert [group.id for group in batch.played[: len(groups)]] == [group.id for group in groups]
             taken.append((self.supply.version, groups))
             for _ in range(self.rng.randrange(12)):
                 await asyncio.sleep(0)
