@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,23 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             advice = "wait until it ends, or stop it with Ctrl-C"
             raise RunError(f"another {what} is writing to {folder}: {advice}") from None
+        lock.truncate(0)
+        lock.write(f"{socket.gethostname()} (process {os.getpid()}) since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        lock.flush()
         yield
+
+
+def holder(folder: Path) -> str | None:
+    """Who keeps others out of `folder` (machine, process, since when); None where nobody does."""
+    try:
+        with (folder / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read() or "elsewhere"
+    except OSError:
+        pass
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:

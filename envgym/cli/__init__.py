@@ -27,6 +27,7 @@ COMMANDS = {
     "config": "print what would run, without starting anything",
     "model": "make a model from a recipe, or from an adapter and its base",
     "runs": "list run folders with their results",
+    "stop": "stop a run of another terminal",
     "show": "print episodes of a run as people read them",
 }
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from envgym.disk import holder
+
 from .errors import Invocation
 from .parser import Parser
 
@@ -32,10 +34,12 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _row(run: Path) -> tuple[str, ...]:
     """A run of several stages has a summary once the last has ended; until then the one it came to tells."""
+    files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
+    last = max(files, key=lambda path: path.stat().st_mtime, default=run / "metrics.jsonl")
+    if (where := holder(run)) is not None:
+        return run.name, f"runs on {where}", _steps_so_far(last), "", ""
     summary = _read_summary(run / "summary.json")
     if summary is None:
-        files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
-        last = max(files, key=lambda path: path.stat().st_mtime, default=run / "metrics.jsonl")
         summary = _read_summary(last.parent / "summary.json")
         if summary is None or summary.get("status") == "completed":
             return run.name, "unfinished", _steps_so_far(last), "", ""

@@ -35,13 +35,14 @@ from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_i
 from .checkpoints import Progress, set_aside
 from .find_model import fetch_model, with_results
 from .launch import Components, StageContext, prepared, start_components
-from .run_folder import RunFolder, stage_folders
+from .run_folder import STOP, RunFolder, stage_folders
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
+STOP_LOOK_SECONDS = 1.0
 PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint", "save")
 """Phases of a stage whose time is in `summary.json`."""
 
@@ -138,6 +139,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
         if not (folder / "config.yaml").is_file():
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
         with locked(folder, "envgym train"):
+            (folder / STOP).unlink(missing_ok=True)
             _save_steps(folder / "config.yaml", config.stages[-1].steps)
             yield folder
         return
@@ -244,6 +246,10 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                     info = run_info(config, stage, folder, trainer.progress.step)
                     trainer.recorder.trackers = Trackers(config.report_to, info, display.note)
                 interrupts.listen(trainer.stop.set)
+                asked = asyncio.create_task(
+                    _asked_to_stop(Path(config.runs_dir) / (config.name or ""), trainer, display)
+                )
+                stack.callback(asked.cancel)
                 spent = trainer.progress.seconds
                 spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
                 # What was imported and started stays to the end: no full collection need go through it at every step.
@@ -285,6 +291,15 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                 folder.write_summary(summary)
     plot(folder.path, folder.read_metrics())
     return summary
+
+
+async def _asked_to_stop(folder: Path, trainer: Trainer, display: Display) -> None:
+    """Stop the run once `envgym stop` asks for it."""
+    while not (folder / STOP).exists():
+        await asyncio.sleep(STOP_LOOK_SECONDS)
+    (folder / STOP).unlink(missing_ok=True)
+    trainer.stop.set()
+    display.note("stopping after this step's work, as envgym stop asks")
 
 
 def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:

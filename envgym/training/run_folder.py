@@ -18,6 +18,8 @@ from envgym.types import Group
 
 CONTROLLER = "controller.json"
 """The controller's share of a checkpoint, written last."""
+STOP = "stop"
+"""A file in the run's folder that asks the run to stop."""
 GROUP = "$group"
 """Key of a group of episodes, which waits in the buffer, in the controller's state."""
 DAMAGED = ".damaged"

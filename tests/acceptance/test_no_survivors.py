@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
+
+from envgym.episodes.files import read_episodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -97,7 +100,7 @@ def test_the_controller_is_killed(runtime, start, store):
 
 
 @pytest.mark.parametrize(
-    ("worker", "words"), [("engine", ()), ("actor-0", ()), ("actor-1", ("workers.ranks=2", "workers.zero_stage=2"))]
+    ("worker", "words"), [("actor-0", ()), ("actor-1", ("workers.ranks=2", "workers.zero_stage=2"))]
 )
 def test_a_worker_is_killed(worker, words, start, store, tmp_path):
     program, family = start(*words)
@@ -112,3 +115,48 @@ def test_a_worker_is_killed(worker, words, start, store, tmp_path):
     assert summary["status"] == "failed"
     assert summary["steps"] >= 2
     store(f"no_survivors_{worker}", processes=len(family), seconds=seconds, said=line)
+
+
+@pytest.mark.parametrize("words", [(), ("engine.count=2",)], ids=["the only one", "one of two"])
+def test_an_engine_that_is_killed_is_replaced(words, start, store, tmp_path):
+    """In mid-run; the run goes on, loses no group and ends by Ctrl-C as if nothing had happened."""
+    program, family = start(*words)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    name = "engine-1" if words else "engine"
+    worker_with_log(family, f"{name}.log").send_signal(signal.SIGKILL)
+    at, began = metrics.read_text().count("\n"), time.monotonic()
+    log = tmp_path / "runs" / "run" / "logs" / f"{name}.log"
+    while log.read_text().count("init engine") < 2 or metrics.read_text().count("\n") < at + 5:
+        assert program.poll() is None, program.stderr.read()
+        assert time.monotonic() < began + 200
+        time.sleep(0.1)
+    seconds = time.monotonic() - began
+    program.send_signal(signal.SIGINT)
+    program.communicate()
+    assert program.returncode == 130
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert all(record["episodes"] == 64 for record in records[1:])
+    assert max(record["sync/max_abs"] for record in records) < 1e-3
+    store(f"engine_killed_{len(words) + 1}", seconds=seconds, steps=len(records) - 1)
+
+
+def test_a_run_is_stopped_from_another_terminal(start, tmp_path):
+    program, family = start("rollout.max_staleness=1")
+    listed = subprocess.run([ENVGYM, "runs"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"(process {program.pid})" in listed.stdout
+    stopped = subprocess.run([ENVGYM, "stop", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert stopped.returncode == 0
+    assert "go on with: envgym train --resume runs/run" in stopped.stdout
+    assert program.wait(30) == 130
+    wait_for_the_end_of(family, LIMIT)
+    kept = sorted((tmp_path / "runs" / "run" / "checkpoints").iterdir())[-1]
+    steps = int(kept.name.removeprefix("step_"))
+    resumed = [ENVGYM, "train", "--resume", "run", f"steps={steps + 2}"]
+    subprocess.run(resumed, cwd=tmp_path, check=True, timeout=200)
+    records = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps + 3))
+    assert max(record.get("staleness/max", 0) for record in records) <= 1
+    played = read_episodes(tmp_path / "runs" / "run")
+    tasks = Counter((episode.group, episode.task.id) for episode in played)
+    assert set(tasks.values()) == {4}
+    assert len(tasks) == 16 * (steps + 2)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import yaml
 
 from envgym.cli import COMMANDS
 from envgym.cli.envs import ACTIONS
+from envgym.disk import locked
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 HEAVY = {
@@ -149,6 +151,7 @@ MISTAKES = {
     "model": (["model", "startr"], "Did you mean 'starter'?"),
     "model that is not made": (["model", "grpo"], "'grpo'"),
     "model with settings": (["model", "starter", "seed=1"], "leave out seed=1"),
+    "stop": (["stop", "x", "dir=x"], "runs_dir=FOLDER"),
     "runs": (["runs", "dir=x"], "runs_dir=FOLDER"),
 }
 
@@ -330,6 +333,32 @@ def test_runs_lists_newest_first_with_scores_and_unfinished_ones(run, tmp_path):
     assert killed.split() == ["killed", "unfinished", "2"]
     assert older.split("  ")[0] == "older"
     assert older.count("0.900 [0.850, 0.950]") == 2
+
+
+def test_a_run_that_goes_on_is_listed_with_its_place_and_stopped_there(run, tmp_path):
+    folder = tmp_path / "runs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    assert "run runs/first is not running" in error_of(run("stop", "first"))
+    assert "there is no run 'second'" in error_of(run("stop", "second"))
+    asked = threading.Event()
+
+    def until_asked():
+        with locked(folder, "envgym train"):
+            begun.set()
+            while not (folder / "stop").exists():
+                time.sleep(0.01)
+            asked.set()
+
+    begun, thread = threading.Event(), threading.Thread(target=until_asked)
+    thread.start()
+    begun.wait()
+    listed = run("runs").stdout.splitlines()[1]
+    assert re.match(rf"first +runs on {socket.gethostname()} \(process {os.getpid()}\) since \d{{4}}-", listed)
+    said = run("stop", "first").stdout
+    assert asked.is_set()
+    assert "it has stopped; go on with: envgym train --resume runs/first" in said
+    thread.join()
 
 
 def test_runs_tells_of_the_stage_that_a_run_came_to(run, tmp_path):
