@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/asynchronous.py [--steps 12]
 
 The main job with an environment that takes a second or two, drawn log-normally, to judge an answer, as one would that
-asks another program. `rollout.max_staleness` is 0, 1 and 4. A run is summarised by the median of its steps after the first
-few. If sampling and learning did not hinder each other, a step would take as long as the longer of the two.
+asks another program. `rollout.max_staleness` is 0, 1 and 4. A run is summarised by the median of its steps after the
+first few. If sampling and learning did not hinder each other, a step would take as long as the longer of the two.
 """
 
 from __future__ import annotations
