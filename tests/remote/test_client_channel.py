@@ -27,6 +27,8 @@ from .test_client_faults import STEPS, counted, emptied, failures, roll
 @pytest.fixture(autouse=True)
 def nothing_left(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     """No future whose error nobody asked for, no socket that nobody closed."""
+    gc.collect()  # what tests of other files have left
+    recwarn.clear()
     yield
     gc.collect()
     told = [str(warning.message) for warning in recwarn if issubclass(warning.category, ResourceWarning)]
