@@ -34,9 +34,11 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             advice = "wait until it ends, or stop it with Ctrl-C"
             raise RunError(f"another {what} is writing to {folder}: {advice}") from None
+        times = os.fstat(lock.fileno())
         lock.truncate(0)
         lock.write(f"{socket.gethostname()} (process {os.getpid()}) since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         lock.flush()
+        os.utime(lock.fileno(), ns=(times.st_atime_ns, times.st_mtime_ns))  # a finished run stays as old as it is
         yield
 
 
