@@ -295,7 +295,7 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
 
 async def _asked_to_stop(folder: Path, trainer: Trainer, display: Display) -> None:
     """Stop the run once `envgym stop` asks for it."""
-    while not (folder / STOP).exists():
+    while not (folder / STOP).exists():  # noqa: ASYNC110  # another process makes it
         await asyncio.sleep(STOP_LOOK_SECONDS)
     (folder / STOP).unlink(missing_ok=True)
     trainer.stop.set()
