@@ -362,7 +362,7 @@ def _summary(
 ) -> dict[str, Any]:
     """The content of `summary.json`. Before the loop has begun, it is that of the checkpoint `kept` before."""
     if trainer is not None:
-        progress, buffer, began = trainer.progress, trainer.buffer.state(), trainer.checkpoints.began
+        progress, buffer, began = trainer.progress, trainer.groups.buffer.state(), trainer.checkpoints.began
     else:
         known = {} if kept is None else kept["progress"]
         progress = Progress(**{field.name: known[field.name] for field in fields(Progress) if field.name in known})

@@ -341,7 +341,7 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(thr
     records = []
     for _ in range(16):
         trainer.progress.record = {}
-        asyncio.run(trainer.roll_out())
+        asyncio.run(trainer.groups.take())
         records.append(trainer.progress.record)
     assert records[0]["curriculum/skipped_share"] == 0
     assert sum(record["curriculum/skipped_share"] for record in records[8:]) / 8 > 0.2
@@ -349,11 +349,11 @@ def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(thr
     state = trainer.checkpoints.state()["cursor"]
     assert sum(state["curriculum"]["flat"].values()) >= 10
     resumed = trainer_of(0.75)
-    resumed.cursor.load_state(through_a_checkpoint(state))
-    assert asyncio.run(resumed.cursor.next(20)) == asyncio.run(trainer.cursor.next(20))
+    resumed.groups.cursor.load_state(through_a_checkpoint(state))
+    assert asyncio.run(resumed.groups.cursor.next(20)) == asyncio.run(trainer.groups.cursor.next(20))
 
 
 def test_the_loop_without_a_curriculum_says_nothing_of_one():
     trainer = trainer_of(0.0)
-    asyncio.run(trainer.roll_out())
+    asyncio.run(trainer.groups.take())
     assert not [key for key in trainer.progress.record if key.startswith("curriculum/")]

@@ -17,7 +17,7 @@ from envgym.env import ListTasks
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.monitoring.display import Display
-from envgym.training import trainer as trainer_module
+from envgym.training import step_groups
 from envgym.training.launch import Components
 from envgym.training.run_folder import RunFolder
 from envgym.training.trainer import Trainer
@@ -186,7 +186,7 @@ def test_a_step_is_whole_once_its_episodes_are_on_the_disk(folder, monkeypatch):
         assert world.learned.wait(60)  # beside the learning, not before it
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer_module, "write_rollouts", write)
+    monkeypatch.setattr(step_groups, "write_rollouts", write)
     trainer = trainer_of(folder, world, engine=object())
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(trainer.run())
@@ -201,8 +201,8 @@ def test_a_loop_goes_on_with_all_that_it_knew(folder):
     trainer.progress.step, trainer.progress.evals = 3, {"before": {"score": 1 / 3, "ci95": (0.1, 0.2)}}
     trainer.progress.seconds["rollout"] = 0.1 + 0.2
     trainer.components.learner.coefficient = 1 / 7
-    trainer.buffer.add([played("a"), played("b")])
-    asyncio.run(trainer.cursor.next(1))
+    trainer.groups.buffer.add([played("a"), played("b")])
+    asyncio.run(trainer.groups.cursor.next(1))
     trainer.components.runner.unscored.add("game")
     then = trainer.checkpoints.state()
     checkpoint = asyncio.run(trainer.checkpoints.save(then))
@@ -211,7 +211,7 @@ def test_a_loop_goes_on_with_all_that_it_knew(folder):
     now = resumed.checkpoints.state()
     assert now["progress"]["seconds"].pop("total") >= then["progress"]["seconds"].pop("total")
     assert now == then
-    assert resumed.buffer.take(1) == [played("a")]
+    assert resumed.groups.buffer.take(1) == [played("a")]
 
 
 def test_a_state_that_fits_no_loop_is_said_in_one_line(folder):
