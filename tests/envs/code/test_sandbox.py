@@ -1,6 +1,7 @@
 """The sandbox: programs run and are reported on as they should be, limits hold, and its own trouble is said to be."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -382,3 +383,23 @@ def test_it_needs_no_privileges(tmp_path):
     assert "BlockingIOError" in done.stdout
     assert done.stdout.startswith('["user", "')
     assert "65534 ['shm', 'tmp', 'work'] False" in done.stdout
+
+
+def test_where_memory_runs_out_the_program_goes_and_not_the_training():
+    def offered():
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(OSError):
+                yield Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip()
+
+    async def main():
+        async with sandbox_by("namespaces") as sandbox:
+            running = asyncio.create_task(sandbox.run("import time\ntime.sleep(1)"))
+            seen = set()
+            while not running.done():
+                seen |= set(offered())
+                await asyncio.sleep(0.02)
+            await running
+            return seen
+
+    assert "1000" in asyncio.run(main())
+    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"

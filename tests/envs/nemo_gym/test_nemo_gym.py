@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 import envgym
+from envgym.config.resolve import resolve
 from envgym.envs import nemo_gym
 from envgym.envs.nemo_gym.protocol import find_resources_server
 from envgym.errors import ConfigError, DataError, EnvgymError, InvalidOutcome
@@ -568,3 +569,9 @@ def test_settings_that_contradict_each_other(settings, says):
 def test_without_a_server_the_settings_that_name_one_are_told():
     with pytest.raises(ConfigError, match=r"set env\.url, or env\.head and env\.server"):
         asyncio.run(envgym.spec("nemo_gym").ensure_setup())
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1", "127.0.0.1:http"])
+def test_where_the_policy_answers_is_an_address(listen):
+    with pytest.raises(ConfigError, match="the policy's address is HOST:PORT"):
+        resolve({"env": "math_verify", "agent": {"name": "nemo_gym", "listen": listen}})
