@@ -106,6 +106,8 @@ class EngineConfig(Settings):
     form, for evaluation; `model` is then the name that the API knows."""
     count: int = Field(1, ge=1)
     """Engines that requests are spread over. One that dies is replaced, and its episodes are played again."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that each engine spreads every layer over."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the workers' (`workers.dtype`): float32 on a CPU and bfloat16 on an accelerator by default."""
     max_model_len: int | None = Field(None, ge=2)
@@ -128,7 +130,7 @@ class EngineConfig(Settings):
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
-        own: tuple[str, ...] = ("dtype", "count", "max_model_len", "args")
+        own: tuple[str, ...] = ("dtype", "count", "tensor_parallel", "max_model_len", "args")
         if self.kind != "openai":
             own = ("base_url", "api_key_env", "timeout", "tries", "requests_per_minute", "extra")
         elif self.base_url is None:
@@ -181,6 +183,16 @@ class CheckpointConfig(Settings):
         return self.metric.startswith("eval/")
 
 
+class PlacementConfig(Settings):
+    """The place of one part of a stage: a role, the `engine`, a reward model of the environment."""
+
+    nodes: int | None = Field(None, ge=1)
+    """Machines that its processes are spread over, as many on each; by default as few as hold them."""
+    gpus: float = Field(1.0, ge=0)
+    """GPUs that each of its processes has: a share of one (0.5), or 0 for the CPU. An engine has as many as its
+    `tensor_parallel`."""
+
+
 class SyncConfig(Settings):
     """New weights to the engine after every step, and the check that they arrived."""
 
@@ -188,6 +200,12 @@ class SyncConfig(Settings):
     """Largest difference in log-probability, in nats, that sampler and trainer may have on the probe after a
     sync, and on average over a step's rows. Beyond it the run stops: it would learn from another policy's
     samples. By default 1e-3 for float32 weights and 0.5 for 16-bit ones, whose kernels differ by more."""
+    transfer: Literal["files", "nccl", "cuda_ipc"] = "files"
+    """`files`: in shared memory, or where engines are on other machines in the run's folder, which must then be on a
+    disk that all have. Between GPUs, by vLLM's own transfers: `nccl`, and on GPUs that ranks and engines share
+    `cuda_ipc`."""
+    bucket_megabytes: int = Field(256, ge=1)
+    """MiB of weights that travel at a time."""
 
 
 class RoleConfig(Settings):
@@ -250,6 +268,12 @@ class StageConfig(Settings):
     """Train adapters instead of weights, in every model that is trained."""
     roles: dict[str, RoleConfig] = Field({})
     """Settings of single models, by role."""
+    colocate: Literal["auto", "none", "all"] | list[list[str]] = "auto"
+    """Parts that share GPUs: sets of them (`[[actor, reference], [critic, reward]]`), or `all`. Where the engine shares
+    with models that learn they take turns, and each has all of the memory in its own. `auto`: every part has GPUs of
+    its own where there are enough, else all of them share and hold their memory at the same time."""
+    placement: dict[str, PlacementConfig] = Field({})
+    """Where parts run, by part."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sync: SyncConfig = SyncConfig()

@@ -1,18 +1,12 @@
-"""Reading a model folder: its check, its end-of-turn tokens, a file of weights."""
+"""Reading a model folder: its check, and its end-of-turn tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envgym.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def check_model_folder(model: str) -> None:
@@ -46,21 +40,3 @@ def end_tokens(config: Any, model: str) -> tuple[int, ...]:
         value = getattr(source, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
     return tuple(sorted(found))
-
-
-def read_weights(path: str, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a safetensors file.
-
-    Where the model ties its head to its embedding and the file leaves the head out, the embedding is yielded
-    under the head's name too: vLLM keeps a repacked copy of the head, which would silently stay the old one.
-    """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        for name in names:
-            yield name, file.get_tensor(name)
-        if tied and HEAD not in names:
-            for name in names:
-                if name.endswith(EMBEDDING):
-                    yield HEAD, file.get_tensor(name)

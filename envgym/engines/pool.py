@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.isolation.deadline import pause_timeouts
+from envgym.models.weights_file import Bucket
 
 from .base import EngineInfo, Generation, Request
 from .client import EngineClient
@@ -102,17 +103,34 @@ class EnginePool:
         """`score` by every engine."""
         return await self._each("score", token_ids)
 
-    async def load_weights(self, path: str, version: int) -> None:
-        await self._each("load_weights", path, version)
+    @property
+    def clients(self) -> list[EngineClient]:
+        """The engines that live."""
+        return [member.client for member in self.members]
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        await self._each("connect", info)
+
+    async def sees(self, path: str) -> bool:
+        return all(await self._each("sees", path))
+
+    async def begin_weights(self) -> None:
+        await self._each("begin_weights", losing=WorkerError)
+
+    async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
+        await self._each("load_bucket", bucket, losing=WorkerError)
+
+    async def end_weights(self, n_buckets: int, version: int) -> None:
+        await self._each("end_weights", n_buckets, version, losing=WorkerError)
 
     async def load_adapter(self, path: str, version: int) -> None:
         await self._each("load_adapter", path, version)
 
-    async def pause(self) -> None:
-        await self._each("pause")
+    async def sleep(self, level: int) -> None:
+        await self._each("sleep", level)
 
-    async def resume(self) -> None:
-        await self._each("resume")
+    async def wake(self, part: str) -> None:
+        await self._each("wake", part)
 
     async def close(self) -> None:
         for task in self._replacing:
@@ -153,15 +171,16 @@ class EnginePool:
             self._of.popitem(last=False)
         return chosen
 
-    async def _each(self, method: str, *args: Any) -> list[Any]:
-        """What the engines that live answer, which may be none. One that dies of it is replaced."""
+    async def _each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
+        """What the engines that live answer, which may be none. One that dies of it is replaced, or fails at it with an
+        error of the kind `losing`: half of the new weights are no policy."""
         members = list(self.members)
         results = await asyncio.gather(
             *(getattr(member.client, method)(*args) for member in members), return_exceptions=True
         )
         found = []
         for member, result in zip(members, results, strict=True):
-            if isinstance(result, WorkerDied):
+            if isinstance(result, losing):
                 self._lose(member, str(result))
             elif isinstance(result, BaseException):
                 raise result

@@ -18,10 +18,12 @@ import torch
 import transformers
 
 from envgym.errors import ConfigError, WorkerError
+from envgym.models.weights_file import Bucket
 from envgym.types import StopReason, VersionSpan
 
 from .base import EngineInfo, Generation, Request, SamplingParams, check_fits
-from .model_folder import check_model_folder, end_tokens, read_weights
+from .model_folder import check_model_folder, end_tokens
+from .weight_update import Update
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""
@@ -95,6 +97,7 @@ class TransformersEngine:
         self._version = 0
         self._steps = 0
         self._has_adapter = False
+        self._update = Update()
         self._waiting: list[Sample] = []
         self._sampling: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
@@ -128,14 +131,30 @@ class TransformersEngine:
         self._steps += 1
         return [float(x) for x in logprobs.gather(1, ids[0, 1:, None])[:, 0]]
 
-    async def load_weights(self, path: str, version: int) -> None:
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        raise ConfigError("sync.transfer=nccl and cuda_ipc need engine.kind=vllm")
+
+    async def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    async def begin_weights(self) -> None:
         if self._has_adapter:
             raise WorkerError("an engine that has an adapter takes no other weights")
-        tied = bool(self._model.config.get_text_config().tie_word_embeddings)
-        missing, unexpected = self._model.load_state_dict(dict(read_weights(path, tied=tied)), strict=False)
-        if missing or unexpected:
-            raise WorkerError(f"{path!r} does not hold this model's weights: {[*missing, *unexpected][:3]}")
+        self._may_step.clear()
+        self._update = Update()
+
+    async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
+        tensors = self._update.take(bucket)
+        _, unexpected = self._model.load_state_dict(tensors, strict=False)
+        if unexpected:
+            raise WorkerError(f"these are not this model's weights: {unexpected[:3]}")
+
+    async def end_weights(self, n_buckets: int, version: int) -> None:
+        self._update.check(n_buckets)
+        if missing := self._model.state_dict().keys() - self._update.names:
+            raise WorkerError(f"these are not all of this model's weights: {sorted(missing)[:3]} are missing")
         self._version = version
+        self._may_step.set()
 
     async def load_adapter(self, path: str, version: int) -> None:
         import peft
@@ -153,11 +172,11 @@ class TransformersEngine:
             raise WorkerError(f"{path!r} holds no adapter of this model: {result.unexpected_keys[:3]}")
         self._version = version
 
-    async def pause(self) -> None:
-        self._may_step.clear()
+    async def sleep(self, level: int) -> None:
+        self._model.to("cpu")
 
-    async def resume(self) -> None:
-        self._may_step.set()
+    async def wake(self, part: str) -> None:
+        self._model.to(self._device)
 
     async def close(self) -> None:
         if self._sampling is not None:

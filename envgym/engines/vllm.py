@@ -11,13 +11,16 @@ import os
 import traceback
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
+from envgym.models.weights_file import Bucket, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 
 from .base import EngineInfo, Generation, Request, check_fits
-from .model_folder import check_model_folder, end_tokens, read_weights
+from .model_folder import check_model_folder, end_tokens
+from .weight_update import Update
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
@@ -85,6 +88,8 @@ class VLLMEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
         self._may_step.set()
+        self._update = Update()
+        self._transfers = "weight_transfer_config" in arguments
         self._broken: str | None = None
         self._scores = 0
         self._steps = 0
@@ -150,12 +155,38 @@ class VLLMEngine:
             logprobs.append(output.outputs[0].logprobs[0][token_ids[-1]].logprob)
         return logprobs
 
-    async def load_weights(self, path: str, version: int) -> None:
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        self._check()
+        self._engine.collective_rpc("init_weight_transfer_engine", args=(dict(info),))
+
+    async def sees(self, path: str) -> bool:
+        return Path(path).exists()
+
+    async def begin_weights(self) -> None:
         self._check()
         if self._adapter is not None:
             raise WorkerError("an engine that has an adapter takes no other weights")
-        self._engine.collective_rpc("load_file", args=(path,))
+        self._may_step.clear()
+        self._update = Update()
+        self._engine.collective_rpc("start_weight_update" if self._transfers else "begin_reload")
+
+    async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
+        self._check()
+        if isinstance(bucket, Bucket):
+            self._update.expect(bucket)
+            self._engine.collective_rpc("load_bucket", args=(bucket,))
+        else:
+            self._engine.collective_rpc("update_weights", args=(dict(bucket),))
+
+    async def end_weights(self, n_buckets: int, version: int) -> None:
+        self._check()
+        if self._transfers:
+            self._engine.collective_rpc("finish_weight_update")
+        else:
+            self._update.check(n_buckets)
+            self._engine.collective_rpc("end_reload")
         self._begin_version(version)
+        self._may_step.set()
 
     async def load_adapter(self, path: str, version: int) -> None:
         from vllm.lora.request import LoRARequest
@@ -172,11 +203,13 @@ class VLLMEngine:
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.set_weight_version(str(version))
 
-    async def pause(self) -> None:
-        self._may_step.clear()
+    async def sleep(self, level: int) -> None:
+        self._check()
+        self._engine.sleep(level)
 
-    async def resume(self) -> None:
-        self._may_step.set()
+    async def wake(self, part: str) -> None:
+        self._check()
+        self._engine.wake_up(["kv_cache" if part == "cache" else part])
 
     async def close(self) -> None:
         if self._stepping is not None:
@@ -227,15 +260,26 @@ class VLLMEngine:
             raise WorkerError(self._broken)
 
 
-class WeightFile:
-    """Mixed into vLLM's worker class: each worker reads the weights it holds from the file."""
+class WeightReader:
+    """Mixed into vLLM's worker class: each worker reads the weights it holds from the files."""
 
     model_runner: Any
 
-    def load_file(self, path: str) -> None:
-        tied = self.model_runner.model_config.hf_text_config.tie_word_embeddings
-        # Not `model.load_weights`: on a CPU the loaded matrices have been repacked and only a reload repacks again.
-        self.model_runner.reload_weights(weights_iterator=read_weights(path, tied=tied))
+    def begin_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        # Layers are made anew: on a CPU their matrices have been repacked, and only a reload repacks again.
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
+
+    def end_reload(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner = self.model_runner
+        finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        runner.reset_lora_state()
 
 
 def _given_up(reason: str | None) -> str:
@@ -302,7 +346,7 @@ def _build(
         "skip_tokenizer_init": True,
         "disable_log_stats": True,  # nobody reads them here, and keeping them takes time at every token
         "enable_prefix_caching": not deterministic,
-        "worker_extension_cls": f"{WeightFile.__module__}.{WeightFile.__qualname__}",
+        "worker_extension_cls": f"{WeightReader.__module__}.{WeightReader.__qualname__}",
         # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
         "async_scheduling": False,
         "enforce_eager": cpu,
@@ -314,6 +358,10 @@ def _build(
     elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     settings |= engine_args
+    if isinstance(transfer := settings.get("weight_transfer_config"), Mapping):
+        from vllm.config.weight_transfer import WeightTransferConfig
+
+        settings["weight_transfer_config"] = WeightTransferConfig(**transfer)
     if cpu and settings["enforce_eager"]:
         # vLLM still compiles one small function of its sampler: seconds of g++ for nothing that can be measured.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

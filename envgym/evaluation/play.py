@@ -13,6 +13,7 @@ from envgym.env import EnvSpec
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.training.find_model import fetch_model
 from envgym.training.launch import StageContext, make_agent, make_runner, running, set_up, start_sampling
+from envgym.training.placement import placed
 from envgym.training.run_folder import RunFolder
 from envgym.types import Group, Task
 
@@ -56,7 +57,9 @@ async def ready_parts(
     """
     config, stage = parts[0].config, parts[0].stage
     async with AsyncExitStack() as stack:
-        runtime = await stack.enter_async_context(running(config, RunFolder(folder.path)))
+        specs = {spec.to_json(): spec for spec in (part.stage.make_spec() for part in parts)}
+        started = await stack.enter_async_context(running(config, RunFolder(folder.path)))
+        runtime = placed(stage, list(specs.values()), started, trains=False)
         places: dict[str, StageContext] = {}  # what is played in several ways is set up once
         prepared = []
         for part in parts:

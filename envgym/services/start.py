@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from envgym.render import Renderer
     from envgym.workers.runtime import Runtime
 
+WORKER = "service-{}"
+"""The name of a service's worker."""
+
 
 class Services:
     """The clients of an environment's services, and of its parts'. Made by `start_services`."""
@@ -108,12 +111,26 @@ async def start_services(
 def _make_clients(spec: EnvSpec, clients: dict[str, Client], runtime: Runtime, deterministic: bool) -> None:
     """Give an environment and its parts their clients, equal declarations the same one, and add them to `clients`."""
     by_key: dict[str, Client] = {}
+    for unique, declared in _declared(spec).items():
+        by_key[declared.key] = clients[unique] = _client(declared, unique, runtime, deterministic)
     for part in _with_parts(spec):
         for name, declared in part.services.items():
-            if declared.key not in by_key:
-                unique = name if name not in clients else f"{name}-{len(clients)}"
-                by_key[declared.key] = clients[unique] = _client(declared, unique, runtime, deterministic)
             part.clients[name] = by_key[declared.key]
+
+
+def worker_names(spec: EnvSpec) -> list[str]:
+    """The names of the workers that an environment's services will be: its reward models."""
+    return [WORKER.format(name) for name, declared in _declared(spec).items() if isinstance(declared, RewardModel)]
+
+
+def _declared(spec: EnvSpec) -> dict[str, Service]:
+    """What an environment and its parts declare, equal ones once, by names of their own."""
+    found: dict[str, Service] = {}
+    for part in _with_parts(spec):
+        for name, declared in part.services.items():
+            if declared.key not in [known.key for known in found.values()]:
+                found[name if name not in found else f"{name}-{len(found)}"] = declared
+    return found
 
 
 def _with_parts(spec: EnvSpec) -> Iterator[EnvSpec]:
@@ -127,7 +144,7 @@ def _client(declared: Service, name: str, runtime: Runtime, deterministic: bool)
     if isinstance(declared, RewardModel):
         from .reward import RewardModelClient
 
-        return RewardModelClient(declared, f"service-{name}", runtime, deterministic=deterministic)
+        return RewardModelClient(declared, WORKER.format(name), runtime, deterministic=deterministic)
     if isinstance(declared, RewardEndpoint):
         from .reward import RewardEndpointClient
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
@@ -26,8 +27,10 @@ from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import InlineRuntime, Runtime
 
+from .placement import placed
 from .pretraining import Pretraining
 from .run_folder import RunFolder
+from .transfer import FileTransfer, make_transfer
 from .weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -88,9 +91,11 @@ async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime
 
 
 @asynccontextmanager
-async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> AsyncIterator[StageContext]:
+async def set_up(
+    config: RunConfig, stage: StageConfig, runtime: Runtime, spec: EnvSpec | None = None
+) -> AsyncIterator[StageContext]:
     """The context of a stage in a runtime: its environment is closed again on every way out."""
-    spec = stage.make_spec()
+    spec = spec or stage.make_spec()
     async with (
         start_services(spec, runtime, deterministic=config.deterministic, now=False) as services,
         AsyncExitStack() as closing,
@@ -101,8 +106,10 @@ async def set_up(config: RunConfig, stage: StageConfig, runtime: Runtime) -> Asy
 @asynccontextmanager
 async def prepared(config: RunConfig, stage: StageConfig, folder: RunFolder) -> AsyncIterator[StageContext]:
     """The context of a stage, in a runtime of its own. Reports a bad data file before anything long begins."""
-    async with running(config, folder) as runtime, set_up(config, stage, runtime) as context:
-        yield context
+    async with running(config, folder) as runtime:
+        spec = stage.make_spec()
+        async with set_up(config, stage, placed(stage, [spec], runtime), spec) as context:
+            yield context
 
 
 async def start_components(
@@ -161,7 +168,11 @@ async def start_components(
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
-        sync = WeightSync(engine, workers["actor"], renderer, tolerance, adapters["actor"].quantize != "none")
+        shared = Path(config.runs_dir, config.name or "", "transfer")
+        files = FileTransfer(workers["actor"], shared, stage.sync.bucket_megabytes * 2**20)
+        transfer = make_transfer(stage.sync, workers["actor"], files, workers_per_engine=stage.engine.tensor_parallel)
+        quantized = adapters["actor"].quantize != "none"
+        sync = WeightSync(engine, workers["actor"], renderer, tolerance, transfer, files, quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
@@ -233,6 +244,11 @@ async def start_engine(
     if note:
         display.note(note)
     display.phase("starting the engine")
+    own: dict[str, Any] = dict(stage.engine.args)
+    if stage.engine.tensor_parallel > 1:
+        own.setdefault("tensor_parallel_size", stage.engine.tensor_parallel)
+    if stage.sync.transfer != "files":
+        own["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
     arguments: dict[str, Any] = {
         "model": model,
         # Sampler and trainer must be the same policy, so the engine follows the workers unless told otherwise.
@@ -242,7 +258,7 @@ async def start_engine(
         "deterministic": config.deterministic,
         "concurrency": episodes_at_once(stage),
         "lora_rank": lora_rank,
-        "engine_args": stage.engine.args,
+        "engine_args": own,
     }
     # Sampling and learning alternate, so each may use every core.
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)

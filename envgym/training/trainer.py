@@ -115,6 +115,8 @@ class Trainer:
                 difference = await self.components.sync(self.progress.step)
             if difference is not None:
                 self.progress.record["sync/max_abs"] = difference
+            if self.components.sync.receipt is not None:
+                self.progress.record["sync/bytes"] = self.components.sync.receipt.n_bytes
         await self.groups.moved_on()
 
     async def finish_step(self) -> None:

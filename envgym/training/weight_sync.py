@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
@@ -18,6 +15,8 @@ from envgym.learner import TrainSample
 from envgym.render import Renderer
 from envgym.types import Observation, Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
+
+from .transfer import FileTransfer, Receipt, Transfer, no_other
 
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 
@@ -31,12 +30,17 @@ class WeightSync:
     actor: WorkerGroup
     renderer: Renderer
     tolerance: float
+    transfer: Transfer
+    files: FileTransfer
+    """The transfer of what is no whole model: an adapter, or its base, once."""
     base_is_quantized: bool = False
     """The actor's frozen weights are not those of the folder that the engines load, but went through 4 bits."""
     whole: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the actor's weights are on their way from one version to the next."""
     version: int | None = None
     """The version that the engines have."""
+    receipt: Receipt | None = None
+    """The last transfer of weights."""
 
     def __post_init__(self) -> None:
         self.engine.join = self.join
@@ -59,7 +63,7 @@ class WeightSync:
         async with self.whole:
             if self.version is None:  # the first sync is yet to come
                 return
-            pool = EnginePool(_no_other, [engine])
+            pool = EnginePool(no_other, [engine])
             await self._send(pool, self.version, with_base=True)
             differences = await self._differences_on_probe(pool)
             if not differences:
@@ -69,31 +73,17 @@ class WeightSync:
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
         adapter = self.actor.info["adapter"]
         if not adapter or (self.base_is_quantized and with_base):
-            await self._send_weights(engine, version)
+            self.receipt = await (self.files if adapter else self.transfer).send(engine, version)
         if adapter:
             await self._send_adapter(engine, version)
 
-    async def _send_weights(self, engine: EnginePool, version: int) -> None:
-        # Twice their size: a tied head is written beside its embedding, and others need shared memory too.
-        path = self._place(2 * self.actor.info["n_parameters"]).with_suffix(".safetensors")
-        try:
-            await self.actor.export(str(path))
-            await engine.load_weights(str(path), version)
-        finally:
-            path.unlink(missing_ok=True)
-
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
-        folder = self._place(2 * self.actor.info["n_trained"])
+        folder = await self.files.place(engine, 8 * self.actor.info["n_trained"])
         try:
             await self.actor.export_adapter(str(folder))
             await engine.load_adapter(str(folder), version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _place(self, n_numbers: int) -> Path:
-        """A path for a file or folder of so many numbers that lives for one sync."""
-        n_bytes = n_numbers * (4 if self.actor.info["dtype"] == "float32" else 2)
-        return place(n_bytes) / f"envgym-{os.getpid()}-{id(self):x}"
 
     async def _differences_on_probe(self, engine: EnginePool) -> list[float]:
         """How far the actor and each of the engines differ."""
@@ -116,15 +106,3 @@ class WeightSync:
 def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
     differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)  # `max` alone may lose a NaN
-
-
-async def _no_other(number: int) -> EngineClient:
-    raise WorkerDied("it died while it was given the weights")
-
-
-def place(n_bytes: int) -> Path:
-    """The folder for a file of `n_bytes` that lives for one weight sync: memory where it has room (a container's
-    often has 64 MiB), else a temporary folder."""
-    memory = Path("/dev/shm")
-    fits = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > n_bytes
-    return memory if fits else Path(tempfile.gettempdir())

@@ -17,8 +17,9 @@ import torch
 
 from envgym.errors import ConfigError, missing_package
 from envgym.models.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
+from envgym.models.weights_file import write_weights
 
-from .parameters import whole, write_weights
+from .parameters import whole
 
 NAME = "default"
 """The adapter's name for peft, in the names of modules and parameters."""

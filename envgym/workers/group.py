@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import TrainSample
 from envgym.models.lora import LoraConfig
+from envgym.models.weights_file import Bucket
 
 from .config import WorkersConfig
 from .layout import micro_batches
@@ -88,7 +89,7 @@ class WorkerGroup:
             if after is not None and await group._handles[0].call("device_type") != "cpu":
                 await asyncio.wait({after})
             address = await group._handles[0].call("address") if settings.ranks > 1 else None
-            group.info = (await group._on_all("load", address))[0]
+            group.info = (await group.on_all("load", address))[0]
         except BaseException:
             await group.close()
             raise
@@ -131,36 +132,50 @@ class WorkerGroup:
 
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated. Returns what it logs; see `ModelWorker.step`."""
-        results = await self._on_all("step", lr)
+        results = await self.on_all("step", lr)
         step: dict[str, float] = results[0]
         return step
 
     # -- weights and state --------------------------------------------------------------------------------
 
-    async def export(self, path: str) -> None:
-        """Write all parameters to a safetensors file, on rank 0's machine."""
-        await self._on_all("export", path)
+    async def begin_export(self, bucket_bytes: int) -> None:
+        """Begin to hand out all parameters, in buckets of so many bytes."""
+        await self.on_all("begin_export", bucket_bytes)
+
+    async def next_bucket(self, path: str) -> Bucket | None:
+        """Write the next bucket to a file on rank 0's machine; None after the last."""
+        bucket: Bucket | None = (await self.on_all("next_bucket", path))[0]
+        return bucket
+
+    async def offer(self, path: str, n_bytes: int) -> bool:
+        """Make an empty file on rank 0's machine; False where its folder has no room for `n_bytes`."""
+        made: bool = await self._handles[0].call("offer", path, n_bytes)
+        return made
+
+    async def on_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank's `ModelWorker`; results in the order of ranks."""
+        return await self._on_each(method, [args] * len(self._handles))
 
     async def export_adapter(self, folder: str) -> None:
         """Write the LoRA adapter as a folder in peft's form, on rank 0's machine."""
-        await self._on_all("export_adapter", folder)
+        await self.on_all("export_adapter", folder)
 
     async def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
         """Write a Hugging Face model folder, without the tokenizer, an adapter merged into it. `described` are further
         entries of its config."""
-        await self._on_all("save", folder, dict(described or {}))
+        await self.on_all("save", folder, dict(described or {}))
 
     async def save_average(self, folder: str) -> None:
         """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""
-        await self._on_all("save_average", folder)
+        await self.on_all("save_average", folder)
 
     async def save_state(self, folder: str) -> None:
         """Write weights, optimizer and random states, exactly."""
-        await self._on_all("save_state", folder)
+        await self.on_all("save_state", folder)
 
     async def load_state(self, folder: str) -> None:
         """Go on from `save_state`."""
-        await self._on_all("load_state", folder)
+        await self.on_all("load_state", folder)
 
     async def close(self) -> None:
         """End all ranks. Safe to call twice, and after one has died."""
@@ -178,9 +193,6 @@ class WorkerGroup:
     async def _on_shares(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank with the arguments of its share; results in the order of ranks."""
         return await self._on_each(method, [args for args in arguments for _ in range(self.settings.ranks_per_row)])
-
-    async def _on_all(self, method: str, *args: Any) -> list[Any]:
-        return await self._on_each(method, [args] * len(self._handles))
 
     async def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call every rank with its own arguments; results in the order of ranks.

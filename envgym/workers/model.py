@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,15 +24,16 @@ import transformers.modeling_utils  # noqa: F401  # here, not when a model is lo
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 from envgym.models.lora import LoraConfig
+from envgym.models.weights_file import Bucket, cut, write_bucket
 
-from . import checkpoint, tensor_parallel, zero
+from . import checkpoint, device_transfer, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .network import TokenScorer, add_noise, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
-from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters, write_weights
+from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters
 from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ class ModelWorker:
         self._compared = ""
         """`RoleSpec.compared` of its role."""
         self.average: MovingAverage | None = None
+        self._buckets: Iterator[Any] = iter(())
+        self._sender: Any = None
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -349,15 +353,45 @@ class ModelWorker:
 
     # -- weights and state --------------------------------------------------------------------------------
 
-    def export(self, path: str) -> None:
-        """Write all parameters under their Hugging Face names to a safetensors file (rank 0 does).
+    def begin_export(self, bucket_bytes: int) -> None:
+        """Begin to hand out all parameters under their Hugging Face names; `next_bucket` gives them.
 
         `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
         is left out: it is a file of its own.
         """
-        tensors = dict(self._parameters(remove_duplicate=False, merged=False))
-        if self.rank == 0:
-            write_weights(path, tensors)
+        self._buckets = enumerate(cut(self._parameters(remove_duplicate=False, merged=False), bucket_bytes))
+
+    def next_bucket(self, path: str) -> Bucket | None:
+        """Write the next bucket to `path` (rank 0 does); None after the last."""
+        number, tensors = next(self._buckets, (0, None))
+        return write_bucket(number, path, tensors) if tensors is not None and self.rank == 0 else None
+
+    def offer(self, path: str, n_bytes: int) -> bool:
+        """Make an empty file at `path`, for others to look for, where its folder has room for `n_bytes`."""
+        try:
+            if shutil.disk_usage(Path(path).parent).free < n_bytes:
+                return False
+            Path(path).touch()
+        except OSError:
+            return False
+        return True
+
+    def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
+        """Meet the engines' workers at `host:port` (rank 0 does); returns what they are to receive each time."""
+        self._sender = device_transfer.open_nccl(self.network.model, address, world_size, self.rank)
+        return device_transfer.Parameters(self.network.model).described()
+
+    def send_nccl(self) -> None:
+        """Send all parameters to the engines, who receive at the same time."""
+        self._sender.send_weights()
+
+    def begin_ipc(self, bucket_bytes: int) -> None:
+        """Begin to show all parameters to engines on this rank's GPU; `next_ipc` says where they are."""
+        self._buckets = device_transfer.ipc_chunks(self.network.model, bucket_bytes)
+
+    def next_ipc(self) -> dict[str, Any] | None:
+        """The next chunk, by the name of this rank's GPU; None after the last. Those before have been read."""
+        return next(self._buckets, None)
 
     def export_adapter(self, folder: str) -> None:
         """Write the adapter as a folder in peft's form (rank 0 does)."""

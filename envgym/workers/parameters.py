@@ -4,9 +4,7 @@ costs."""
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,18 +43,21 @@ def n_numbers(parameter: nn.Parameter) -> int:
 def whole_parameters(
     model: nn.Module, adapter: Adapter | None, rank: int, *, remove_duplicate: bool, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model (from Hugging Face), whole, one at a time; on ranks other than 0 only as often as
-    gathering needs them. `merged`: with the adapter added to them, where there is one."""
+    """The parameters of a model (from Hugging Face), whole, one at a time; on ranks other than 0, which take part in
+    gathering them, without their numbers. `merged`: with the adapter added to them, where there is one."""
     if adapter is not None:
         named = adapter.parameters(lambda _, p: whole(p), merged=merged, remove_duplicate=remove_duplicate)
-        yield from (pair for pair in named if rank == 0)
+        yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in named)
         return
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         with zero.gathered(parameter):
             numbers = tensor_parallel.joined(parameter, parameter.detach())
             passing = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
-            if rank == 0:
-                yield name, numbers.cpu().clone() if passing else numbers
+            if rank:
+                numbers = numbers.to("meta")
+            elif passing:
+                numbers = numbers.cpu().clone()
+        yield name, numbers
 
 
 def averaged_parameters(
@@ -71,28 +72,6 @@ def averaged_parameters(
         yield from adapter.parameters(read, merged=True, remove_duplicate=True)
         return
     yield from ((name, read(name, parameter)) for name, parameter in model.named_parameters())
-
-
-def write_weights(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write named tensors, any device and dtype, to `path`. A reader never sees a half-written file.
-
-    Tensors may share memory (tied embeddings): each is written in full under its own name.
-    """
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous().cpu()
-        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors refuses shared memory
-        seen.add(tensor.data_ptr())
-    try:
-        save_file(separate, unfinished, metadata={"format": "pt"})
-        unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def flops_per_token(model: nn.Module) -> tuple[float, float]:

@@ -17,14 +17,14 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
 
 from . import guard
-from .runtime import Described, close_object, describe_error, load_target, rebuilt_error
+from .runtime import Described, Slot, close_object, describe_error, load_target, rebuilt_error
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
@@ -33,6 +33,11 @@ CLOSE_TIMEOUT = 10.0
 CALLS_AT_ONCE = 2**20
 """Calls that an actor may have in flight: as good as any number. At Ray's own 1,000 an engine with as many requests in
 flight would never get the call to go on, or that with new weights."""
+
+RESERVE_TIMEOUT = 600.0
+"""Seconds that machines and GPUs of a cluster may be held by others."""
+LITTLE = 0.001
+"""CPUs of a machine's bundle, which must hold something: how many cores are used is the workers' decision."""
 
 Answer = tuple[Described | None, Any]
 """(error, result): errors cross as (class of `envgym.errors` or empty, one line), so nothing foreign is unpickled."""
@@ -194,31 +199,84 @@ class RayWorker:
 class RayRuntime:
     """Starts workers as Ray actors whose output goes to `log_dir/NAME.log` on the machine where they run.
 
-    Where the cluster has GPUs each worker gets `gpus_per_worker` of one; less than 1 lets workers share.
+    `reserve` holds machines and GPUs for all of a stage's workers, who are then started on their `slot` of them.
     """
 
-    def __init__(self, log_dir: Path | str, *, gpus_per_worker: float = 1.0) -> None:
+    def __init__(self, log_dir: Path | str) -> None:
         self._log_dir = Path(log_dir).resolve()
-        self._gpus_per_worker = gpus_per_worker
         self._workers: list[RayWorker] = []
         self._ours = False
         self._guard: subprocess.Popen[bytes] | None = None
+        self._group: Any = None
+        self._reserving: asyncio.Task[None] | None = None
+        self._gpus: list[list[int]] = []
+        """The GPUs held on each machine, by Ray's numbers."""
+
+    def nodes(self) -> list[tuple[str, int, int]]:
+        """The cluster's machines that take workers: name, GPUs, bytes of memory. This one first, then by name."""
+        ray = self._ray()
+        own = ray.get_runtime_context().get_node_id()
+        found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
+        found.sort(key=lambda node: (node["NodeID"] != own, node["NodeName"], node["NodeID"]))
+        return [
+            (node["NodeName"], int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("memory", 0)))
+            for node in found
+        ]
+
+    async def reserve(self, bundles: Sequence[int]) -> None:
+        """Hold as many GPUs as said on as many machines as there are numbers, in one placement group, once.
+
+        Raises `ConfigError` where another job holds them for longer than `RESERVE_TIMEOUT`.
+        """
+        if self._reserving is None:
+            self._reserving = asyncio.create_task(self._reserve(list(bundles)))
+        await asyncio.shield(self._reserving)
+
+    async def _reserve(self, bundles: list[int]) -> None:
+        ray = self._ray()
+        from ray.util.placement_group import placement_group
+
+        wanted = [{"CPU": LITTLE} | ({"GPU": float(gpus)} if gpus else {}) for gpus in bundles]
+        self._group = placement_group(wanted, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        try:
+            await asyncio.wait_for(_future(self._group.ready()), RESERVE_TIMEOUT)
+        except TimeoutError:
+            ray.util.remove_placement_group(self._group)
+            raise ConfigError(
+                f"the Ray cluster did not give this run {_machines(bundles)} within {RESERVE_TIMEOUT:.0f} s: another "
+                "job holds them (see: ray status)"
+            ) from None
+        asking = [_gpu_numbers(ray, self._strategy(number), gpus) for number, gpus in enumerate(bundles)]
+        self._gpus = [[int(gpu) for gpu in await _future(found)] if found else [] for found in asking]
+
+    def _strategy(self, bundle: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     async def start(
-        self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
+        self,
+        target: str,
+        kwargs: Mapping[str, Any],
+        *,
+        name: str,
+        environ: Mapping[str, str] | None = None,
+        slot: Slot | None = None,
     ) -> RayWorker:
+        """`slot`: where, of what is reserved. Without one: anywhere, with a GPU where there are some."""
         ray = self._ray()
         log = self._log_dir / f"{name}.log"
-        gpus = self._gpus_of(name, ray.cluster_resources().get("GPU", 0.0))
         keep_threads = "OMP_NUM_THREADS" in {**os.environ, **(environ or {})}
+        own, options = dict(environ or {}), {"num_gpus": float(ray.cluster_resources().get("GPU", 0.0) > 0)}
+        if slot is not None:
+            # The group holds the GPUs; which of them a worker sees is the plan's to say, and not Ray's.
+            options = {"num_gpus": 0.0, "scheduling_strategy": self._strategy(slot.node)}
+            if held := self._gpus[slot.node]:
+                visible = ",".join(str(held[gpu]) for gpu in slot.gpus)
+                own |= {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         actor = (
             ray.remote(Host)
-            .options(
-                num_cpus=0,
-                num_gpus=gpus,
-                max_concurrency=CALLS_AT_ONCE,
-                runtime_env={"env_vars": dict(environ or {})},
-            )
+            .options(num_cpus=0, max_concurrency=CALLS_AT_ONCE, runtime_env={"env_vars": own}, **options)
             .remote(name, str(log), os.getcwd(), sys.path, keep_threads)
         )
         worker = RayWorker(name, log, actor)
@@ -237,6 +295,9 @@ class RayRuntime:
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
+        if self._group is not None:
+            self._ray().util.remove_placement_group(self._group)
+            self._group = self._reserving = None
         if self._ours:
             self._ray().shutdown()
             self._ours = False
@@ -244,21 +305,6 @@ class RayRuntime:
             self._guard.kill()
             self._guard.communicate()
             self._guard = None
-
-    def _gpus_of(self, name: str, there: float) -> float:
-        """The GPUs that a worker gets of those that the cluster has. Raises `ConfigError` where it would wait for ever:
-        this run's other workers hold them, and do not give them back."""
-        share = self._gpus_per_worker
-        if not there:
-            return 0.0
-        holders = [worker.name for worker in self._workers if not worker.closing]
-        if share * (len(holders) + 1) > there:
-            others = f", of which this run holds {share * len(holders):g} ({', '.join(holders)})" if holders else ""
-            raise ConfigError(
-                f"{name} needs {share:g} GPU; the Ray cluster has {there:g}{others}: add GPUs, start fewer "
-                "workers (workers.ranks), or take runtime=local, where workers share a GPU"
-            )
-        return share
 
     def _ray(self) -> Any:
         """The `ray` module, connected."""
@@ -274,6 +320,25 @@ class RayRuntime:
             if local:
                 self._guard = guard.start(guard.children().get(os.getpid(), set()) - before)
         return ray
+
+
+def _gpu_numbers(ray: Any, strategy: Any, gpus: int) -> Any:
+    """A reference to the numbers of the GPUs that a bundle holds, as somebody who has them all is told; None where it
+    holds none."""
+    if not gpus:
+        return None
+
+    def told() -> list[int]:
+        import ray
+
+        return list(ray.get_gpu_ids())
+
+    return ray.remote(told).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()
+
+
+def _machines(bundles: Sequence[int]) -> str:
+    each = " and ".join(f"{gpus} GPUs" for gpus in bundles) if any(bundles) else "its place"
+    return f"{len(bundles)} machines with {each}" if len(bundles) > 1 else each
 
 
 async def _future(reference: Any) -> Any:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,15 @@ class WorkerHandle(Protocol):
     async def close(self) -> None:
         """End the worker, politely first, then by force. Safe to call twice and after its death."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for a worker: the number of its machine, which of that machine's GPUs, and how much of each."""
+
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+    share: float = 1.0
 
 
 class Runtime(Protocol):

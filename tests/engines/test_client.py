@@ -100,7 +100,7 @@ def test_a_call_given_up_by_its_caller_is_cancelled_as_ever(ask):
     ask("moves", body)
 
 
-@pytest.mark.parametrize("call", [("load_weights", "path", 1), ("load_adapter", "path", 1), ("pause",), ("info",)])
+@pytest.mark.parametrize("call", [("end_weights", 1, 1), ("load_adapter", "path", 1), ("begin_weights",), ("info",)])
 def test_other_calls_have_a_deadline(ask, call, monkeypatch):
     monkeypatch.setattr(client, "CALL_SECONDS", 0.0)
     method, *args = call

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from envgym.engines import TARGETS, choose_engine
 from envgym.engines.base import Generation, Request, SamplingParams
-from envgym.errors import ConfigError, MissingDependency, PromptTooLong
+from envgym.errors import ConfigError, MissingDependency, PromptTooLong, WorkerError
+from envgym.models.weights_file import cut, read_weights, write_bucket, write_weights
 from envgym.types import StopReason, VersionSpan
 from envgym.workers.local import LocalRuntime
+from tests.weight_files import bucket_of, load
 
 CONTEXT = 256
 END = 0  # <|im_end|>
@@ -57,14 +58,13 @@ def policy(tiny_model):
 
 @pytest.fixture
 def new_policy(policy, tmp_path, engine):
-    """Another policy, and a file of its weights without the tied head; the engine has its own back afterwards."""
+    """Another policy, and a file of its weights; the engine has its own back afterwards."""
     torch.manual_seed(7)
     other = Qwen3ForCausalLM(policy.config).float().eval()
     for model, name in ((other, "new"), (policy, "old")):
-        state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
-        save_file(state, tmp_path / f"{name}.safetensors")
+        write_weights(tmp_path / f"{name}.safetensors", model.state_dict())
     yield other, str(tmp_path / "new.safetensors")
-    engine.call("load_weights", str(tmp_path / "old.safetensors"), 0)
+    engine.runner.run(load(engine.worker, tmp_path / "old.safetensors", 0))
 
 
 def logprobs_of(policy, token_ids, temperature=1.0):
@@ -175,7 +175,7 @@ def test_new_weights_even_where_prefixes_were_cached(engine, new_policy):
     other, path = new_policy
     wave = requests(16, SamplingParams(max_tokens=8))
     engine.generate(wave)
-    engine.call("load_weights", path, 1)
+    engine.runner.run(load(engine.worker, path, 1))
     for request, generation in zip(wave, engine.generate(wave), strict=True):
         assert_exact(other, request, generation)
         assert {span.version for span in generation.versions} == {1}
@@ -191,37 +191,75 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
         flying = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
         await asyncio.sleep(0)
         await engine.worker.call("info")  # the engine has taken the wave up when it answers what came after
-        await engine.worker.call("load_weights", path, 5)
+        await load(engine.worker, path, 5)
         return await asyncio.gather(*flying)
 
     for _ in range(20):  # on a busy machine the wave may land before we are scheduled again
         results = engine.runner.run(swap())
         if any(len(generation.versions) == 2 for generation in results):
             break
-        engine.call("load_weights", str(tmp_path / "old.safetensors"), 0)
+        engine.runner.run(load(engine.worker, tmp_path / "old.safetensors", 0))
     assert any(len(generation.versions) == 2 for generation in results)
     for request, generation in zip(wave, results, strict=True):
         assert generation.versions[0].start == 0
         assert generation.versions[-1].end == len(generation.token_ids)
         for span in generation.versions:
-            weights = {0: policy, 5: other}[span.version]
-            assert_exact(weights, request, generation, (span.start, span.end))
+            weights, others = (policy, other) if span.version == 0 else (other, policy)
+            assert_exact(weights, request, generation, (span.start, span.end), bound=1e-5)
+            with pytest.raises(AssertionError):  # labels that are exchanged do not pass
+                assert_exact(others, request, generation, (span.start, span.end), bound=1e-5)
 
 
-def test_nothing_is_sampled_while_paused(engine, new_policy):
-    """Weights that come meanwhile sample all there is."""
+def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_path):
+    """vLLM joins matrices of the files into one of its own, whose parts come in different buckets."""
+    other, path = new_policy
+    parts = [
+        write_bucket(number, str(tmp_path / f"bucket-{number}"), bucket)
+        for number, bucket in enumerate(cut(read_weights(path), 2**14))
+    ]
+    assert len(parts) > 4
+
+    async def main():
+        await engine.worker.call("begin_weights")
+        for part in parts:
+            await engine.worker.call("load_bucket", part)
+            Path(part.path).unlink()
+        await engine.worker.call("end_weights", len(parts), 2)
+        return [await engine.worker.call("generate", request) for request in requests(2, SamplingParams(max_tokens=8))]
+
+    for request, generation in zip(requests(2, SamplingParams(max_tokens=8)), engine.runner.run(main()), strict=True):
+        assert_exact(other, request, generation, bound=1e-5)
+
+
+def test_weights_that_are_not_those_that_were_sent_are_refused(engine, new_policy):
+    _, path = new_policy
+    good = bucket_of(path)
+
+    async def attempt(*calls):
+        await engine.worker.call("begin_weights")
+        for method, *args in calls:
+            await engine.worker.call(method, *args)
+
+    with pytest.raises(WorkerError, match="has changed on its way"):
+        engine.runner.run(attempt(("load_bucket", replace(good, checksum=good.checksum ^ 1))))
+    with pytest.raises(WorkerError, match="1 of 2 buckets of the weights came"):
+        engine.runner.run(attempt(("load_bucket", good), ("end_weights", 2, 9)))
+
+
+def test_nothing_is_sampled_while_weights_come(engine, new_policy):
+    """They sample all there is."""
     other, path = new_policy
     request, token_ids = Request("paused", tuple(range(3, 20)), SamplingParams(max_tokens=8)), tuple(range(3, 40))
 
     async def main():
-        await engine.worker.call("pause")
+        await engine.worker.call("begin_weights")
         before = await engine.worker.call("steps")
         tasks = [asyncio.create_task(engine.worker.call("generate", request))]
         tasks += [asyncio.create_task(engine.worker.call("score", token_ids))]
         await asyncio.sleep(0)
-        await engine.worker.call("load_weights", path, 3)
+        await engine.worker.call("load_bucket", bucket_of(path))
         assert await engine.worker.call("steps") == before
-        await engine.worker.call("resume")
+        await engine.worker.call("end_weights", 1, 3)
         results = await asyncio.gather(*tasks)
         assert await engine.worker.call("steps") > before
         return results
@@ -245,17 +283,20 @@ def test_a_cancelled_request_leaves_the_others(engine, policy):
         assert_exact(policy, request, generation)
 
 
-def test_nothing_is_sampled_for_requests_that_were_given_up(engine):
+def test_nothing_is_sampled_for_requests_that_were_given_up(engine, new_policy):
+    _, path = new_policy
+
     async def main():
         before = await engine.worker.call("steps")
-        await engine.worker.call("pause")
+        await engine.worker.call("begin_weights")
         wave = requests(4, SamplingParams(max_tokens=100), "g")
         tasks = [asyncio.create_task(engine.worker.call("generate", request)) for request in wave]
         await engine.worker.call("info")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await engine.worker.call("resume")
+        await engine.worker.call("load_bucket", bucket_of(path))
+        await engine.worker.call("end_weights", 1, 1)
         await engine.worker.call("generate", Request("after", (5, 6), SamplingParams(max_tokens=1)))
         return await engine.worker.call("steps") - before
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
 from envgym.errors import WorkerError
+from envgym.models.weights_file import write_weights
 from envgym.workers.local import LocalRuntime
+from tests.weight_files import load as load_weights
 
 RANK = 6  # vLLM has no adapters of that size, and takes it for one of 8
 
@@ -26,7 +27,7 @@ class Policy:
         with torch.no_grad():
             for parameter in base.parameters():
                 parameter.mul_(1.1)
-        self.base_weights = {name: tensor for name, tensor in base.state_dict().items() if name != "lm_head.weight"}
+        self.base_weights = base.state_dict()
         config = peft.LoraConfig(r=RANK, lora_alpha=9, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = peft.get_peft_model(base, config).eval()
 
@@ -56,8 +57,8 @@ def engine(request, tiny_model, policy, tmp_path_factory):
         runtime.start(TARGETS[request.param], arguments, name=request.param, environ={"OMP_NUM_THREADS": "1"})
     )
     path = tmp_path_factory.mktemp("weights") / "base.safetensors"
-    save_file(policy.base_weights, path)
-    runner.run(worker.call("load_weights", str(path), 0))
+    write_weights(path, policy.base_weights)
+    runner.run(load_weights(worker, path, 0))
     worker.run = runner.run
     yield worker
     runner.run(runtime.close())
@@ -123,4 +124,4 @@ def test_an_adapter_in_mid_flight(engine, policy, tmp_path):
 def test_other_weights_under_an_adapter_are_refused(engine, policy, tmp_path):
     load(engine, policy, tmp_path / "adapter", seed=1, version=1)
     with pytest.raises(WorkerError, match="an engine that has an adapter takes no other weights"):
-        engine.run(engine.call("load_weights", "anything", 2))
+        engine.run(engine.call("begin_weights"))

@@ -13,7 +13,6 @@ import pytest
 
 from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
-from envgym.engines.model_folder import read_weights
 from envgym.engines.vllm import VLLMEngine
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
 from envgym.types import StopReason
@@ -146,15 +145,6 @@ def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
     assert (failure.value.kind, failure.value.retryable) == ("engine", True)
     with pytest.raises(WorkerError, match="gave a request up"):
         asyncio.run(engine.score((3, 4, 5)))
-
-
-def test_a_tied_head_is_never_left_out(tmp_path):
-    import torch
-    from safetensors.torch import save_file
-
-    save_file({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "w.safetensors")
-    assert [name for name, _ in read_weights(str(tmp_path / "w.safetensors"), tied=True)][1] == "lm_head.weight"
-    assert len(list(read_weights(str(tmp_path / "w.safetensors"), tied=False))) == 1
 
 
 CONTROLLER = """

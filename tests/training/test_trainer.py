@@ -107,6 +107,7 @@ class Sync:
     def __init__(self, world: World) -> None:
         self.world = world
         self.whole = asyncio.Lock()
+        self.receipt = None
 
     async def __call__(self, version: int) -> float:
         self.world.meet("sync")

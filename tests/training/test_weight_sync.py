@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,11 @@ from envgym.engines.base import SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
-from envgym.training import weight_sync as module
 from envgym.training.checkpoints import Progress
 from envgym.training.launch import Components
+from envgym.training.transfer import FileTransfer, Receipt
 from envgym.training.update import Update
-from envgym.training.weight_sync import PROBE, WeightSync, place
+from envgym.training.weight_sync import PROBE, WeightSync
 from envgym.workers.metrics import merge
 
 TOLERANCE = 0.01
@@ -46,30 +45,37 @@ class Both:
     async def score(self, token_ids):
         return [-1.0] * (len(token_ids) - 1)
 
-    async def export(self, path):
-        Path(path).write_text("weights")
+    async def send(self, engines, version):
+        self.loaded.append(("", version, "weights"))
+        return Receipt(10, 0.5)
+
+    async def offer(self, path, n_bytes):
+        Path(path).touch()
+        return True
+
+    async def sees(self, path):
+        return Path(path).exists()
 
     async def export_adapter(self, folder):
         Path(folder).mkdir()
         Path(folder, "adapter").write_text("adapter")
-
-    async def load_weights(self, path, version):
-        self.loaded.append((path, version, Path(path).read_text()))
 
     async def load_adapter(self, path, version):
         self.loaded.append((path, version, Path(path, "adapter").read_text()))
 
     def sync(self, **settings) -> WeightSync:
         both: Any = self
-        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, **settings)
+        files = FileTransfer(both, Path("transfer"), 100)
+        files.send = both.send
+        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, **settings)
 
 
-def test_the_engine_gets_the_actors_weights_and_nothing_is_left():
+def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():
     both = Both([0.0, -0.004, 0.001])
-    assert asyncio.run(both.sync()(7)) == pytest.approx(0.004, rel=1e-4)
-    [(path, version, contents)] = both.loaded
-    assert (version, contents) == (7, "weights")
-    assert not Path(path).exists()
+    sync = both.sync()
+    assert asyncio.run(sync(7)) == pytest.approx(0.004, rel=1e-4)
+    assert both.loaded == [("", 7, "weights")]
+    assert sync.receipt == Receipt(10, 0.5)
 
 
 def test_an_adapter_travels_alone_once_the_engine_has_the_base():
@@ -78,7 +84,7 @@ def test_an_adapter_travels_alone_once_the_engine_has_the_base():
     asyncio.run(sync(1))
     asyncio.run(sync(2))
     assert [(version, what) for _, version, what in both.loaded] == [(1, "weights"), (1, "adapter"), (2, "adapter")]
-    assert not any(Path(path).exists() for path, *_ in both.loaded)
+    assert not any(Path(path).exists() for path, *_ in both.loaded if path)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +144,3 @@ def test_the_largest_of_several_is_not_a_number_where_one_is_not(values):
     merged = merge({"mismatch/max": (value, 1.0), "ratio/min": (value, 1.0)} for value in values)
     assert math.isnan(merged["mismatch/max"])
     assert math.isnan(merged["ratio/min"])
-
-
-def test_weights_are_placed_where_a_file_can_be_written():
-    file = place(0) / "envgym-test-place"
-    file.touch()
-    file.unlink()
-
-
-def test_a_small_shared_memory_is_left_alone(monkeypatch):
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    assert place(2**30) == Path(tempfile.gettempdir())

@@ -14,6 +14,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
 from envgym.workers.runtime import InlineRuntime
+from tests.weight_files import export_group
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_two_ranks_learn_what_one_learns(
         scores = await group.forward(rows)
         few = await group.forward(rows[:1])  # fewer rows than ranks
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
-        await group.export(str(tmp_path / "weights"))
+        await export_group(group, tmp_path / "weights")
         await group.save(str(tmp_path / "model"))
         return scores, few, metrics, load_file(tmp_path / "weights")
 
@@ -85,9 +86,9 @@ def test_two_ranks_learn_what_one_learns_in_bfloat16(
     rows = make_rows(11)
 
     async def one_step(group):
-        await group.export(str(tmp_path / "before"))
+        await export_group(group, tmp_path / "before")
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
-        await group.export(str(tmp_path / "after"))
+        await export_group(group, tmp_path / "after")
         return metrics["grad_norm"], load_file(tmp_path / "before"), load_file(tmp_path / "after")
 
     norms, steps = [], []
@@ -105,7 +106,7 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, t
             rows = make_rows(6, seed)
             await group.accumulate(rows, denominators(rows))
             await group.step(1e-2)
-            await group.export(str(tmp_path / "weights"))
+            await export_group(group, tmp_path / "weights")
             return load_file(tmp_path / "weights")
 
         await step(0)

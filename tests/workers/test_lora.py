@@ -17,6 +17,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
 from envgym.workers.model import ModelWorker
+from tests.weight_files import export
 
 LORA = {"rank": 4, "alpha": 6}
 
@@ -90,7 +91,7 @@ def test_only_the_adapter_learns(
         assert (tensor - before[name]).abs().max() > 1e-3
         torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
     assert worker.info()["n_trained"] == sum(tensor.numel() for tensor in after.values())
-    worker.export(str(tmp_path / "base.safetensors"))
+    export(worker, tmp_path / "base.safetensors")
     kept = load_file(tmp_path / "base.safetensors")
     base = load_file(Path(untied_model) / "model.safetensors")
     assert kept.keys() == base.keys()

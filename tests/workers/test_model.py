@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.workers.layout import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
+from tests.weight_files import export
 
 
 def reference_logprobs(folder, rows):
@@ -42,7 +43,7 @@ def make_worker(tied_model, learner):
 
 
 def weights_of(worker, tmp_path):
-    worker.export(str(tmp_path / "weights"))
+    export(worker, tmp_path / "weights")
     return load_file(tmp_path / "weights")
 
 

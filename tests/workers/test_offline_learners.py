@@ -18,6 +18,7 @@ from envgym.workers.local import LocalRuntime
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import add_noise
 from envgym.workers.runtime import InlineRuntime
+from tests.weight_files import export_group
 
 from .conftest import PLAIN_GRADIENT_DESCENT, VOCABULARY
 
@@ -81,7 +82,7 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
             rows = learner.prepare(found)
             metrics = await workers["actor"].accumulate(rows, learner.denominators(rows))
             metrics |= await workers["actor"].step(1.0)
-            await workers["actor"].export(str(tmp_path / "weights"))
+            await export_group(workers["actor"], tmp_path / "weights")
             return metrics, load_file(tmp_path / "weights")
         finally:
             for group in workers.values():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from envgym.errors import ConfigError, RunError
 from envgym.workers.layout import micro_batches
 from envgym.workers.model import ModelWorker
+from tests.weight_files import export
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"  # 64 x 32
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -48,7 +49,7 @@ def weights_of(tmp_path):
     """weights_of(worker) -> name to tensor."""
 
     def read(worker):
-        worker.export(str(tmp_path / "weights"))
+        export(worker, tmp_path / "weights")
         return load_file(tmp_path / "weights")
 
     return read

@@ -13,6 +13,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
 from envgym.workers.runtime import InlineRuntime
+from tests.weight_files import export_group
 
 
 def with_group(body, runtime, **arguments):
@@ -40,7 +41,7 @@ def moved(tmp_path, tied_model, learner, make_rows, denominators):
             rows = make_rows(11, seed)  # an odd number: one of two ranks gets a dummy
             await group.accumulate(rows, denominators(rows))
             await group.step(1e-3)
-        await group.export(str(tmp_path / "weights"))
+        await export_group(group, tmp_path / "weights")
         await group.save_average(str(tmp_path / "average"))
         return load_file(tmp_path / "weights"), load_file(tmp_path / "average" / "model.safetensors")
 

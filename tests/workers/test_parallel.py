@@ -17,6 +17,7 @@ from envgym.workers.group import WorkerGroup
 from envgym.workers.local import LocalRuntime
 from envgym.workers.runtime import InlineRuntime
 from envgym.workers.sequence_parallel import Slices
+from tests.weight_files import export_group
 
 VOCABULARY = 97
 SIZES = {
@@ -84,7 +85,7 @@ def one_step(make_rows, denominators, tmp_path):
         before = await group.forward(rows)
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         after = await group.forward(rows[:1])  # fewer rows than ranks
-        await group.export(str(tmp_path / "weights"))
+        await export_group(group, tmp_path / "weights")
         return before + after, metrics, load_file(tmp_path / "weights"), group.info["n_parameters"]
 
     return body
@@ -128,7 +129,7 @@ def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_wh
                 rows = make_rows(6, seed)
                 await group.accumulate(rows, denominators(rows))
                 await group.step(1e-2)
-            await group.export(str(tmp_path / "weights"))
+            await export_group(group, tmp_path / "weights")
             return load_file(tmp_path / "weights")
 
         await steps(0, 1)

@@ -12,13 +12,18 @@ from unittest.mock import patch
 import pytest
 import ray
 import torch
+from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.training.placement import Node, Part, PlacedRuntime, place, placed
+from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime, RayWorker
 from envgym.workers.runtime import InlineRuntime
+from tests.weight_files import export_group
 
 TARGET = "polite_worker:Worker"
 
@@ -36,7 +41,7 @@ def test_ray_actors_learn_and_behave_like_local_workers(
         )
         group = await WorkerGroup.start(runtime, role="actor", model=tied_model, settings=settings, **learner)
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
-        await group.export(str(tmp_path / "weights"))
+        await export_group(group, tmp_path / "weights")
         await group.close()
         del metrics["memory/max"]  # the controller of a run inline holds more than a worker
         return metrics, load_file(tmp_path / "weights")
@@ -155,15 +160,46 @@ def test_whatever_takes_an_actor_away_is_the_death_of_a_worker(error, said, tmp_
             asyncio.run(call(**how))
 
 
-def test_gpus_that_the_cluster_does_not_have_are_refused_at_once(tmp_path, monkeypatch):
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray of two machines with one and three GPUs, that are none."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=2, num_gpus=3)
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, monkeypatch):
+    """On the machine and the GPUs of their slots, of which the run holds as many as it needs."""
+    monkeypatch.setattr(ray_module, "RESERVE_TIMEOUT", 2.0)
+
+    async def main():
+        runtime = RayRuntime(tmp_path / "logs")
+        nodes = [Node(name, gpus) for name, gpus, _ in runtime.nodes()]
+        assert [node.gpus for node in nodes] == [1, 3]
+        ranks = Part("actor", ("actor-0", "actor-1"))
+        plan = place([ranks, Part("engine", ("engine",))], nodes, [])
+        placed = PlacedRuntime(runtime, plan)
+        variable = {"key": "CUDA_VISIBLE_DEVICES"}
+        workers = [await placed.start("os:getenv", variable, name=name) for name in ("actor-0", "actor-1", "engine")]
+        seen = [await worker.call("__str__") for worker in workers]
+        assert [len(seen[0]), len(seen[1]), seen[2]] == [1, 1, "0"]
+        assert seen[0] != seen[1]
+        assert ray.available_resources().get("GPU", 0.0) == 1.0  # held, though Ray gave them to no worker
+
+        other = RayRuntime(tmp_path / "other")
+        with pytest.raises(ConfigError, match=r"did not give this run 2 machines with 1 GPUs and 3 GPUs within 2 s"):
+            await other.reserve([1, 3])
+        await runtime.close()
+
+    asyncio.run(main())
+
+
+def test_a_cluster_of_one_gpu_is_refused_at_once_with_the_reason(tmp_path, monkeypatch):
     """A worker that waits for one would wait for the run's own engine to end."""
-    cluster = SimpleNamespace(cluster_resources=lambda: {"GPU": 1.0, "CPU": 2.0})
-    monkeypatch.setattr(RayRuntime, "_ray", lambda self: cluster)
-    runtime = RayRuntime(tmp_path)
-    runtime._workers.append(RayWorker("engine", tmp_path, None))
-    with pytest.raises(
-        ConfigError, match=r"^actor-0 needs 1 GPU; the Ray cluster has 1, of which this run holds 1 \(engine\): "
-    ):
-        asyncio.run(runtime.start(TARGET, {}, name="actor-0"))
-    with pytest.raises(ConfigError, match=r"^engine needs 2 GPU; the Ray cluster has 1: "):
-        asyncio.run(RayRuntime(tmp_path, gpus_per_worker=2.0).start(TARGET, {}, name="engine"))
+    monkeypatch.setattr(RayRuntime, "nodes", lambda self: [("head", 1, 2**34)])
+    stage = resolve({"env": "math_verify", "colocate": "none"}).stages[0]
+    with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on head: lower .*colocate=all"):
+        placed(stage, [], RayRuntime(tmp_path))

@@ -1,0 +1,243 @@
+"""Which process of a stage runs on which machine and which of its GPUs: decided before anything starts, and started
+there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError, did_you_mean
+from envgym.services.start import worker_names
+from envgym.workers.ray import RayRuntime
+from envgym.workers.runtime import Runtime, Slot, WorkerHandle
+
+ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine: its GPUs, the memory of each in bytes (None: not known), and its own."""
+
+    name: str
+    gpus: int = 0
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Processes that do one thing: the ranks of a role, the engines, a reward model. `gpus`: of each process."""
+
+    name: str
+    workers: tuple[str, ...]
+    gpus: float = 1.0
+    nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each worker goes, by its name; workers that share GPUs are in one pool."""
+
+    nodes: tuple[Node, ...]
+    parts: tuple[Part, ...]
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+    pools: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def uses_gpus(self) -> bool:
+        return any(slot.gpus for slot in self.slots.values())
+
+    def bundles(self) -> list[int]:
+        """GPUs to hold on each of the machines that are used, in their order."""
+        used = {slot.node for slot in self.slots.values()}
+        return [
+            max((gpu + 1 for slot in self.slots.values() if slot.node == node for gpu in slot.gpus), default=0)
+            for node in range(max(used, default=0) + 1)
+        ]
+
+    def shares_gpus(self, one: str, other: str) -> bool:
+        return any(one in pool and other in pool for pool in self.pools)
+
+
+def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], *, trains: bool = True) -> Plan:
+    """The plan of a stage on these machines. `services`: the names of its environment's local workers. Without `trains`
+    it only plays.
+
+    Raises `ConfigError` that says what does not fit.
+    """
+    parts = parts_of(stage, services, trains=trains)
+    known = [part.name for part in parts]
+    sets = stage.colocate if isinstance(stage.colocate, list) else []
+    for name in (*stage.placement, *(name for one in sets for name in one)):
+        if name not in known and trains:
+            key = "placement" if name in stage.placement else "colocate"
+            raise ConfigError(f"{key}: this stage has no part {name!r}.{did_you_mean(name, known)}")
+    if stage.colocate == "auto":
+        try:
+            return place(parts, nodes, [])
+        except ConfigError:
+            return place(parts, nodes, [known])
+    return place(parts, nodes, [known] if stage.colocate == "all" else sets)
+
+
+def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[Part]:
+    """The parts of a stage that run as processes of their own."""
+
+    def part(name: str, workers: Sequence[str], gpus: float = 1.0) -> Part:
+        own = stage.placement.get(name, PlacementConfig())
+        if own.nodes is not None and len(workers) % own.nodes:
+            raise ConfigError(
+                f"placement.{name}.nodes={own.nodes} does not divide its {len(workers)} process"
+                f"{'es' * (len(workers) > 1)}"
+            )
+        return Part(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes)
+
+    parts = []
+    if stage.agent_config()[0].uses_policy and stage.engine.kind != "openai":
+        count = stage.engine.count
+        names = [ENGINE] if count == 1 else [f"{ENGINE}-{number}" for number in range(count)]
+        parts.append(part(ENGINE, names, stage.engine.tensor_parallel))
+    if trains and stage.do == "train":
+        learner_class, learner_config = stage.learner_config()
+        roles = learner_class(learner_config).roles
+        for role in roles:
+            if not stage.is_base(role, roles) and stage.roles.get(role, RoleConfig()).base_url is None:
+                parts.append(part(role, [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]))
+    return parts + [part(name.removeprefix("service-"), [name]) for name in services]
+
+
+def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
+    """Give every process its machine and GPUs. Parts of a `colocated` set share theirs. A part stays on one machine
+    where it can, unless it is to be on several. Without GPUs parts that say nothing are on the first machine."""
+    together = [tuple(part for part in parts if part.name in one) for one in colocated]
+    alone = [(part,) for part in parts if not any(part.name in one for one in colocated)]
+    pools = sorted((pool for pool in (*together, *alone) if pool), key=lambda pool: -_gpus_of(pool))
+    free = [list(range(node.gpus)) for node in nodes]
+    slots: dict[str, Slot] = {}
+    for pool in pools:
+        taken = _taken(pool, nodes, free) if any(node.gpus for node in nodes) else []
+        for part in pool:
+            each = len(part.workers) // (part.nodes or 1)
+            if not taken and (part.nodes or 1) > len(nodes):
+                raise ConfigError(f"{part.name} wants {part.nodes} machines, and there are {len(nodes)}")
+            for number, worker in enumerate(part.workers):
+                first = int(number * part.gpus)
+                own = taken[first : first + ceil(part.gpus)] if part.gpus else []
+                node = own[0][0] if own else number // each if part.nodes else 0
+                slots[worker] = Slot(node, tuple(gpu for _, gpu in own), min(1.0, part.gpus) / len(pool))
+    return Plan(tuple(nodes), tuple(parts), slots, tuple(tuple(part.name for part in pool) for pool in pools))
+
+
+def _gpus_of(pool: Sequence[Part]) -> int:
+    return max(ceil(len(part.workers) * part.gpus) for part in pool)
+
+
+def _taken(pool: Sequence[Part], nodes: Sequence[Node], free: list[list[int]]) -> list[tuple[int, int]]:
+    """Take the GPUs of a pool out of those that are free: (machine, GPU), those of one machine together."""
+    wanted = _gpus_of(pool)
+    if not wanted:
+        return []
+    spread = max((part.nodes or 1 for part in pool), default=1)
+    whole = max(ceil(part.gpus) for part in pool)  # GPUs that one process needs on one machine
+    each = ceil(wanted / spread)
+    fitting = sorted((node for node in range(len(nodes)) if len(free[node]) >= each), key=lambda node: len(free[node]))
+    if len(fitting) >= spread:
+        shares = [(node, each) for node in sorted(fitting[:spread])]
+    else:
+        shares, left = [], wanted if spread == 1 else wanted + 1  # those that must be spread evenly do not fit
+        for node in sorted(range(len(nodes)), key=lambda node: -len(free[node])):
+            count = min(left, len(free[node]) // whole * whole) if spread == 1 else 0
+            shares += [(node, count)] if count else []
+            left -= count
+        if left:
+            raise _does_not_fit(pool, wanted, spread, nodes, free)
+    return [(node, free[node].pop(0)) for node, count in shares for _ in range(count)]
+
+
+def _does_not_fit(
+    pool: Sequence[Part], wanted: int, spread: int, nodes: Sequence[Node], free: Sequence[Sequence[int]]
+) -> ConfigError:
+    names = " and ".join(part.name for part in pool)
+    where = f" on {spread} machines, {ceil(wanted / spread)} each" if spread > 1 else ""
+    there = ", ".join(f"{len(left)} of {node.gpus} on {node.name}" for node, left in zip(nodes, free, strict=True))
+    return ConfigError(
+        f"{names} need{'s' * (len(pool) == 1)} {wanted} GPU{'s' * (wanted > 1)}{where}; free are {there}: lower "
+        "workers.ranks or engine.count, let processes share one (placement.PART.gpus=0.5), or take colocate=all"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The machines there are, and starting workers where the plan has them
+
+
+def nodes_of(runtime: Runtime | None = None) -> list[Node]:
+    """The machines of a run: this one, or those of the Ray cluster that `runtime` is connected to."""
+    if isinstance(runtime, RayRuntime):
+        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes()]
+    return [this_machine()]
+
+
+def this_machine() -> Node:
+    """This machine, with those of its GPUs that `CUDA_VISIBLE_DEVICES` leaves."""
+    gpus = visible_gpus()
+    memory = _gpu_bytes() if gpus else None
+    return Node("this machine", len(gpus), memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine that a process may use, by the names that `CUDA_VISIBLE_DEVICES` gives them."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name not in ("", "-1")]
+    return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of the smallest GPU, by `nvidia-smi`; None where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+    sizes = [int(size) for size in answer if size.isdecimal()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+class PlacedRuntime:
+    """A runtime that starts workers where a plan has them."""
+
+    def __init__(self, runtime: Runtime, plan: Plan) -> None:
+        self.plan = plan
+        self._runtime = runtime
+        self._bundles = plan.bundles()
+
+    async def start(
+        self, target: str, kwargs: Mapping[str, Any], *, name: str, environ: Mapping[str, str] | None = None
+    ) -> WorkerHandle:
+        slot = self.plan.slots.get(name)
+        if isinstance(self._runtime, RayRuntime):
+            if slot is not None:
+                await self._runtime.reserve(self._bundles)
+            return await self._runtime.start(target, kwargs, name=name, environ=environ, slot=slot)
+        own = dict(environ or {})
+        if slot is not None and (visible := visible_gpus()):
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in slot.gpus)
+        return await self._runtime.start(target, kwargs, name=name, environ=own)
+
+    async def close(self) -> None:
+        await self._runtime.close()
+
+
+def placed(stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, trains: bool = True) -> PlacedRuntime:
+    """The runtime of a stage that plays these environments, planned.
+
+    Raises `ConfigError` where something does not fit, before anything starts.
+    """
+    services = dict.fromkeys(name for spec in specs for name in worker_names(spec))
+    return PlacedRuntime(runtime, plan_of(stage, list(services), nodes_of(runtime), trains=trains))

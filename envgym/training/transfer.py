@@ -1,0 +1,189 @@
+"""Ways for the actor's weights to the engines: files in memory or on a disk that both see, and, between GPUs, vLLM's
+own transfers.
+
+Each has two phases. Engines stop sampling, are given the weights bucket by bucket, and go on with the new version once
+they have all of them; one that fails on the way leaves the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from envgym.config.schema import SyncConfig
+from envgym.engines.client import EngineClient
+from envgym.engines.pool import EnginePool
+from envgym.errors import ConfigError, RunError, WorkerDied
+from envgym.models.weights_file import Bucket
+from envgym.workers.group import WorkerGroup
+
+MEMORY = Path("/dev/shm")
+"""Memory by the name of a folder. A container's often has 64 MiB."""
+BUCKETS_AT_ONCE = 4
+"""Buckets there is room for: one is written while another is read, and a tied head is a copy of its embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A transfer that was made: bytes, and seconds."""
+
+    n_bytes: int
+    seconds: float
+
+
+class Transfer(Protocol):
+    """A way for the actor's weights to engines."""
+
+    async def send(self, engines: EnginePool, version: int) -> Receipt:
+        """Replace the weights of all engines of a pool by the actor's, as policy `version`."""
+        ...
+
+
+class FileTransfer:
+    """Through files of safetensors' form, checked by their sums: the next is gathered while engines load the one
+    before. In shared memory where the engines see rank 0's, else in a folder that they do: of this machine, or
+    `shared`, which must then be on a disk of all machines."""
+
+    def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int) -> None:
+        self._actor = actor
+        self._folders = [MEMORY, Path(tempfile.gettempdir()), shared]
+        self._bucket_bytes = bucket_bytes
+        self._found: tuple[list[EngineClient], Path] | None = None
+
+    async def send(self, engines: EnginePool, version: int) -> Receipt:
+        began = time.monotonic()
+        prefix = await self.place(engines, BUCKETS_AT_ONCE * self._bucket_bytes)
+        numbers = iter(range(2**31))
+        n_buckets = n_bytes = 0
+        paths: list[Path] = []
+
+        async def following() -> Bucket | None:
+            paths.append(prefix.with_name(f"{prefix.name}-{next(numbers)}.safetensors"))
+            return await self._actor.next_bucket(str(paths[-1]))
+
+        try:
+            await engines.begin_weights()
+            await self._actor.begin_export(self._bucket_bytes)
+            bucket = await following()
+            while bucket is not None:
+                loading = asyncio.ensure_future(engines.load_bucket(bucket))
+                try:
+                    after = await following()
+                finally:
+                    await loading
+                paths.pop(0).unlink(missing_ok=True)
+                n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, after
+            await engines.end_weights(n_buckets, version)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        return Receipt(n_bytes, time.monotonic() - began)
+
+    async def place(self, engines: EnginePool, n_bytes: int) -> Path:
+        """A path that rank 0 can write to and the engines can read, the beginning of files' names."""
+        name = f"envgym-{os.getpid()}-{id(self):x}"
+        if self._found is None or self._found[0] != engines.clients:
+            for folder in self._folders:
+                if await self._is_shared(folder / name, engines, n_bytes):
+                    self._found = engines.clients, folder
+                    break
+            else:
+                raise RunError(
+                    f"rank 0 of the {self._actor.role} and the engines share no folder for weights: neither memory nor "
+                    f"{self._folders[-1]} (set runs_dir to a disk that all machines have)"
+                )
+        return self._found[1] / name
+
+    async def _is_shared(self, path: Path, engines: EnginePool, n_bytes: int) -> bool:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return await self._actor.offer(str(path), n_bytes) and await engines.sees(str(path))
+        finally:
+            path.unlink(missing_ok=True)
+
+
+class NcclTransfer:
+    """From rank 0's GPU to those of the engines, by vLLM's NCCL engine."""
+
+    def __init__(self, actor: WorkerGroup, workers_per_engine: int) -> None:
+        self._actor = actor
+        self._workers_per_engine = workers_per_engine
+        self._connected: list[EngineClient] = []
+        self._described: dict[str, Any] = {}
+
+    async def send(self, engines: EnginePool, version: int) -> Receipt:
+        began = time.monotonic()
+        if self._connected != engines.clients:
+            await self._connect(engines)
+        await engines.begin_weights()
+        await asyncio.gather(self._actor.on_all("send_nccl"), engines.load_bucket(self._described))
+        await engines.end_weights(1, version)
+        return Receipt(_bytes_of(self._actor), time.monotonic() - began)
+
+    async def _connect(self, engines: EnginePool) -> None:
+        address = (await self._actor.on_all("address"))[0]
+        host, _, port = address.rpartition(":")
+        world_size = 1 + self._workers_per_engine * len(engines.clients)
+        shared = {"master_address": host, "master_port": int(port), "world_size": world_size, "packed": True}
+        meeting = [
+            client.connect({**shared, "rank_offset": 1 + number * self._workers_per_engine})
+            for number, client in enumerate(engines.clients)
+        ]
+        described, *_ = await asyncio.gather(self._actor.on_all("open_nccl", address, world_size), *meeting)
+        self._connected, self._described = engines.clients, described[0]
+
+
+class IpcTransfer:
+    """Within GPUs that ranks and engines share, by vLLM's CUDA IPC engine: every rank shows its chunk to its own GPU's
+    engine."""
+
+    def __init__(self, actor: WorkerGroup, bucket_bytes: int) -> None:
+        self._actor = actor
+        self._bucket_bytes = bucket_bytes
+        self._connected: list[EngineClient] = []
+
+    async def send(self, engines: EnginePool, version: int) -> Receipt:
+        began = time.monotonic()
+        if self._connected != engines.clients:
+            await engines.connect({"packed": True})
+            self._connected = engines.clients
+        await engines.begin_weights()
+        await self._actor.on_all("begin_ipc", self._bucket_bytes)
+        n_buckets = 0
+        while (chunks := await self._actor.on_all("next_ipc"))[0] is not None:
+            handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
+            await engines.load_bucket({**chunks[0], "ipc_handles": handles})
+            n_buckets += 1
+        await engines.end_weights(n_buckets, version)
+        return Receipt(_bytes_of(self._actor), time.monotonic() - began)
+
+
+def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, workers_per_engine: int) -> Transfer:
+    """The transfer that the settings ask for. Raises `ConfigError` for one that cannot be had."""
+    if config.transfer != "files":
+        if actor.info["device"] == "cpu":
+            raise ConfigError(
+                f"sync.transfer={config.transfer} is between GPUs, and the actor is on a CPU: leave it out"
+            )
+        if actor.settings.tensor_parallel > 1:
+            raise ConfigError(f"sync.transfer={config.transfer} wants whole matrices: set workers.tensor_parallel=1")
+    if config.transfer == "nccl":
+        return NcclTransfer(actor, workers_per_engine)
+    if config.transfer == "cuda_ipc":
+        return IpcTransfer(actor, config.bucket_megabytes * 2**20)
+    return files
+
+
+async def no_other(number: int) -> EngineClient:
+    """What a pool of engines that are joining starts in place of one that dies."""
+    raise WorkerDied("it died while it was given the weights")
+
+
+def _bytes_of(actor: WorkerGroup) -> int:
+    n_parameters: int = actor.info["n_parameters"]
+    return n_parameters * (4 if actor.info["dtype"] == "float32" else 2)

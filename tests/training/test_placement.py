@@ -1,0 +1,128 @@
+"""Which process goes where: pure, but for the last tests, where a worker says what it sees."""
+
+import asyncio
+
+import pytest
+
+from envgym.config.resolve import resolve
+from envgym.config.words import nested
+from envgym.errors import ConfigError
+from envgym.training.placement import Node, Part, PlacedRuntime, Plan, place, plan_of, this_machine
+from envgym.workers.local import LocalRuntime
+from envgym.workers.runtime import Slot
+
+
+def stage(**settings):
+    return resolve(nested({"env": "math_verify", **settings}.items())).stages[0]
+
+
+def where(plan):
+    return {name: (slot.node, slot.gpus) for name, slot in plan.slots.items()}
+
+
+def machines(*gpus):
+    return [Node(f"node{number}", count) for number, count in enumerate(gpus)]
+
+
+def test_every_part_has_gpus_of_its_own_where_there_are_enough():
+    settings = {"learner": "ppo", "workers.ranks": 2, "engine.count": 2, "engine.tensor_parallel": 2}
+    plan = plan_of(stage(**settings), ["service-reward"], machines(16))
+    assert where(plan) == {
+        "engine-0": (0, (0, 1)), "engine-1": (0, (2, 3)),
+        "actor-0": (0, (4,)), "actor-1": (0, (5,)), "critic-0": (0, (6,)), "critic-1": (0, (7,)),
+        "service-reward": (0, (8,)),
+    }  # fmt: skip
+    assert plan.bundles() == [9]
+    assert not plan.shares_gpus("actor", "engine")
+
+
+def test_without_gpus_all_is_on_the_first_machine_but_for_what_is_to_be_spread():
+    assert where(plan_of(stage(**{"workers.ranks": 2}), [], machines(0, 0))) == {
+        "engine": (0, ()), "actor-0": (0, ()), "actor-1": (0, ()),
+    }  # fmt: skip
+    spread = {"workers.ranks": 2, "engine.count": 2, "placement.actor.nodes": 2, "placement.engine.nodes": 2}
+    assert where(plan_of(stage(**spread), [], machines(0, 0))) == {
+        "engine-0": (0, ()), "engine-1": (1, ()), "actor-0": (0, ()), "actor-1": (1, ()),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="engine wants 2 machines, and there are 1"):
+        plan_of(stage(**spread), [], machines(0))
+
+
+def test_where_there_are_too_few_gpus_all_share_them_unless_told_otherwise():
+    shared = plan_of(stage(), [], machines(1))
+    assert where(shared) == {"engine": (0, (0,)), "actor-0": (0, (0,))}
+    assert [slot.share for slot in shared.slots.values()] == [0.5, 0.5]
+    assert shared.shares_gpus("actor", "engine")
+    with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on node0: lower .* colocate=all$"):
+        plan_of(stage(colocate="none"), [], machines(1))
+    with pytest.raises(ConfigError, match=r"engine and actor need 2 GPUs; free are 1 of 1 on node0"):
+        plan_of(stage(**{"workers.ranks": 2}), [], machines(1))
+
+
+def test_pairs_share_and_the_others_do_not():
+    settings = {"learner": "ppo", "learner.kl.coef": 0.1, "workers.ranks": 2}
+    chosen = stage(**settings, colocate=[["actor", "reference"], ["critic", "engine"]])
+    plan = plan_of(chosen, [], machines(4))
+    assert where(plan) == {
+        "actor-0": (0, (0,)), "actor-1": (0, (1,)), "reference-0": (0, (0,)), "reference-1": (0, (1,)),
+        "critic-0": (0, (2,)), "critic-1": (0, (3,)), "engine": (0, (2,)),
+    }  # fmt: skip
+    assert (plan.shares_gpus("critic", "engine"), plan.shares_gpus("actor", "engine")) == (True, False)
+    with pytest.raises(ConfigError, match=r"colocate: this stage has no part 'refrence'. Did you mean 'reference'"):
+        plan_of(stage(**settings, colocate=[["actor", "refrence"]]), [], machines(4))
+    with pytest.raises(ConfigError, match="placement: this stage has no part 'judge'"):
+        plan_of(stage(**{"placement.judge.gpus": 1}), [], machines(4))
+
+
+def test_parts_are_spread_over_machines():
+    parts = [Part("actor", tuple(f"actor-{rank}" for rank in range(8)), nodes=2), Part("engine", ("engine",), gpus=4)]
+    plan = place(parts, machines(8, 8), [])
+    assert [plan.slots[f"actor-{rank}"] for rank in (0, 3, 4, 7)] == [
+        Slot(0, (0,)),
+        Slot(0, (3,)),
+        Slot(1, (0,)),
+        Slot(1, (3,)),
+    ]
+    assert plan.slots["engine"] == Slot(0, (4, 5, 6, 7))
+    assert plan.bundles() == [8, 4]
+    with pytest.raises(ConfigError, match=r"actor needs 8 GPUs on 2 machines, 4 each; free are 8 of 8 on node0, 2"):
+        place(parts, machines(8, 2), [])
+    with pytest.raises(ConfigError, match=r"placement.actor.nodes=2 does not divide its 3 processes"):
+        plan_of(stage(**{"workers.ranks": 3, "placement.actor.nodes": 2}), [], machines(8))
+
+
+def test_what_no_machine_holds_alone_goes_over_several_but_no_engine_does():
+    ranks = Part("actor", tuple(f"actor-{rank}" for rank in range(6)))
+    plan = place([ranks], machines(4, 4), [])
+    assert [plan.slots[name].node for name in ranks.workers] == [0, 0, 0, 0, 1, 1]
+    engines = Part("engine", ("engine-0", "engine-1"), gpus=3)
+    plan = place([engines], machines(4, 5), [])
+    assert {slot.node for slot in plan.slots.values()} == {0, 1}
+    with pytest.raises(ConfigError, match="engine needs 6 GPUs; free are 4 of 4 on node0, 2 of 2 on node1"):
+        place([engines], machines(4, 2), [])
+
+
+def test_processes_may_share_a_gpu_or_have_none():
+    settings = {"workers.ranks": 2, "placement.actor.gpus": 0.5, "placement.reward.gpus": 0}
+    plan = plan_of(stage(**settings), ["service-reward"], machines(2))
+    assert where(plan) == {"engine": (0, (0,)), "actor-0": (0, (1,)), "actor-1": (0, (1,)), "service-reward": (0, ())}
+
+
+def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):
+    """And only those, by the names that the controller's own environment gives them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,9")
+    assert this_machine().gpus == 3
+    plan = Plan((), (), {"placed": Slot(0, (1, 2)), "alone": Slot(0, ())})
+
+    async def main():
+        runtime = PlacedRuntime(LocalRuntime(tmp_path), plan)
+        try:
+            seen = []
+            for name in ("placed", "alone", "unknown"):
+                worker = await runtime.start("os:getenv", {"key": "CUDA_VISIBLE_DEVICES"}, name=name)
+                seen.append(await worker.call("__str__"))  # the worker is the variable's value
+            return seen
+        finally:
+            await runtime.close()
+
+    assert asyncio.run(main()) == ["GPU-7,9", "", "4,GPU-7,9"]

@@ -1,0 +1,201 @@
+"""The actor's weights on their way: through files with real ranks, and the order of calls of vLLM's own transfers."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from envgym.config.schema import SyncConfig
+from envgym.engines.pool import EnginePool
+from envgym.errors import ConfigError, RunError, WorkerError
+from envgym.models.weights_file import read_bucket
+from envgym.training import transfer as module
+from envgym.training.transfer import FileTransfer, make_transfer
+from envgym.workers.config import WorkersConfig
+from envgym.workers.group import WorkerGroup
+from envgym.workers.local import LocalRuntime
+
+
+class Reader:
+    """An engine that keeps what it is given; `spoil` is what happens to a bucket on its way to it."""
+
+    def __init__(self, folder=None, spoil=lambda bucket: bucket):
+        self.folder, self.spoil = folder, spoil
+        self.tensors, self.most_files, self.calls, self.version = {}, 0, [], None
+
+    async def sees(self, path):
+        return self.folder is None or Path(path).parent == self.folder
+
+    async def connect(self, info):
+        self.calls.append(("connect", info))
+
+    async def begin_weights(self):
+        self.calls.append("begin")
+
+    async def load_bucket(self, bucket):
+        self.calls.append(bucket)
+        if not isinstance(bucket, dict):
+            beside = Path(bucket.path).parent.glob(f"{Path(bucket.path).name.rpartition('-')[0]}*")
+            self.most_files = max(self.most_files, len(list(beside)))
+            self.tensors |= read_bucket(self.spoil(bucket))
+
+    async def end_weights(self, n_buckets, version):
+        self.calls.append(("end", n_buckets))
+        self.version = version
+
+    async def close(self):
+        pass
+
+
+async def no_start(number):
+    raise WorkerError("no room")
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_all_weights_arrive_in_buckets_of_which_two_exist_at_once(tiny_model, tmp_path, zero_stage):
+    async def main():
+        runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
+        try:
+            settings = WorkersConfig(ranks=2, zero_stage=zero_stage)
+            learner = {"learner": "sft", "learner_config": {"name": "sft"}}
+            actor = await WorkerGroup.start(runtime, role="actor", model=str(tiny_model), settings=settings, **learner)
+            transfer = FileTransfer(actor, tmp_path / "shared", 2**16)
+            receipt = await transfer.send(EnginePool(no_start, [reader]), 7)
+            await transfer.send(EnginePool(no_start, [reader]), 8)
+        finally:
+            await runtime.close()
+        return reader, receipt
+
+    reader, receipt = asyncio.run(main())
+    saved = load_file(tiny_model / "model.safetensors")
+    saved["lm_head.weight"] = saved["model.embed_tokens.weight"]
+    assert reader.tensors.keys() == saved.keys()
+    assert all(torch.equal(reader.tensors[name], tensor) for name, tensor in saved.items())
+    assert receipt.n_bytes == sum(tensor.nbytes for tensor in saved.values())
+    assert reader.version == 8
+    assert reader.most_files <= 2
+    assert not list(module.MEMORY.glob(f"envgym-{id(0):x}*"))
+
+
+class Actor:
+    """An actor of one small tensor, whose memory only some engines share."""
+
+    role, info = "actor", {"n_parameters": 4, "dtype": "float32", "device": "cuda:0"}
+
+    settings = WorkersConfig()
+
+    def __init__(self, full=()):
+        self.full, self.calls, self.left = full, [], 2
+
+    async def offer(self, path, n_bytes):
+        Path(path).touch()
+        return Path(path).parent not in self.full
+
+    async def begin_export(self, bucket_bytes):
+        self.left = 2
+
+    async def next_bucket(self, path):
+        from envgym.models.weights_file import write_bucket
+
+        self.calls.append(path)
+        self.left -= 1
+        return write_bucket(1 - self.left, path, {str(self.left): torch.ones(2)}) if self.left >= 0 else None
+
+    async def on_all(self, method, *args):
+        self.calls.append((method, *args))
+        answers = {"address": "10.0.0.1:5000", "open_nccl": {"names": ["w"], "shapes": [[4]]}}
+        if method == "next_ipc":
+            self.left -= 1
+            chunks = [{"names": ["w"], "ipc_handles": {f"GPU-{rank}": self.left}} for rank in range(2)]
+            return chunks if self.left >= 0 else [None, None]
+        return [answers.get(method)] * 2
+
+
+def test_weights_go_where_the_engines_see_them(tmp_path, monkeypatch):
+    """Memory, then this machine's disk, then the run's folder: the first that has room and that all of them share."""
+    shared = tmp_path / "run" / "transfer"
+
+    async def main(full, *readers):
+        actor = Actor(full)
+        await FileTransfer(actor, shared, 100).send(EnginePool(no_start, list(readers)), 1)
+        assert all(reader.version == 1 for reader in readers)
+        return {Path(path).parent for path in actor.calls}
+
+    assert asyncio.run(main((), Reader(), Reader())) == {module.MEMORY}
+    assert asyncio.run(main([module.MEMORY], Reader())) == {Path(module.tempfile.gettempdir())}
+    assert asyncio.run(main((), Reader(), Reader(shared))) == {shared}
+    assert list(shared.iterdir()) == []
+    with pytest.raises(RunError, match=r"share no folder for weights.*set runs_dir to a disk that all machines have"):
+        asyncio.run(main((), Reader(tmp_path)))
+
+
+def test_an_engine_whose_bucket_has_changed_does_not_go_on(tmp_path):
+    def flip(bucket):
+        content = bytearray(Path(bucket.path).read_bytes())
+        content[-1] ^= 1
+        copy = tmp_path / "flipped"
+        copy.write_bytes(content)
+        return SimpleNamespace(number=bucket.number, path=str(copy), checksum=bucket.checksum)
+
+    async def main():
+        good, bad, notes = Reader(), Reader(spoil=flip), []
+        pool = EnginePool(no_start, [good, bad], note=notes.append)
+        await FileTransfer(Actor(), tmp_path, 100).send(pool, 3)
+        assert (good.version, bad.version) == (3, None)
+        assert pool.clients == [good]
+        assert "has changed on its way" in notes[0]
+
+    asyncio.run(main())
+
+
+def test_nccl_meets_the_engines_once_and_sends_while_they_receive():
+    async def main():
+        actor, readers = Actor(), [Reader(), Reader()]
+        config = SyncConfig(transfer="nccl")
+        transfer = make_transfer(config, actor, None, workers_per_engine=2)
+        pool = EnginePool(no_start, readers)
+        await transfer.send(pool, 1)
+        await transfer.send(pool, 2)
+        told = {"master_address": "10.0.0.1", "master_port": 5000, "world_size": 5, "packed": True}
+        offsets = [reader.calls[0][1].pop("rank_offset") for reader in readers]
+        assert offsets == [1, 3]
+        described = {"names": ["w"], "shapes": [[4]]}
+        for reader in readers:
+            assert reader.calls == [("connect", told), *["begin", described, ("end", 1)] * 2]
+        assert [call[0] for call in actor.calls] == ["address", "open_nccl", "send_nccl", "send_nccl"]
+        assert actor.calls[1] == ("open_nccl", "10.0.0.1:5000", 5)
+
+        pool.members.pop()  # one has died: the group of those that are left is another
+        await transfer.send(pool, 3)
+        assert [call[0] for call in actor.calls[4:]] == ["address", "open_nccl", "send_nccl"]
+        assert actor.calls[5] == ("open_nccl", "10.0.0.1:5000", 3)
+
+    asyncio.run(main())
+
+
+def test_cuda_ipc_shows_every_gpu_its_own_rank():
+    async def main():
+        actor, reader = Actor(), Reader()
+        await make_transfer(SyncConfig(transfer="cuda_ipc", bucket_megabytes=1), actor, None, 1).send(
+            EnginePool(no_start, [reader]), 1
+        )
+        handles = [call["ipc_handles"] for call in reader.calls if isinstance(call, dict)]
+        assert handles == [{"GPU-0": 1, "GPU-1": 1}, {"GPU-0": 0, "GPU-1": 0}]
+        assert reader.calls[0] == ("connect", {"packed": True})
+        assert reader.calls[-1] == ("end", 2)
+        assert actor.calls[0] == ("begin_ipc", 2**20)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
+def test_between_gpus_is_refused_where_there_are_none(kind):
+    actor = SimpleNamespace(info={"device": "cpu"}, settings=WorkersConfig())
+    with pytest.raises(ConfigError, match=f"sync.transfer={kind} is between GPUs, and the actor is on a CPU"):
+        make_transfer(SyncConfig(transfer=kind), actor, None, 1)
+    actor = SimpleNamespace(info={"device": "cuda:0"}, settings=WorkersConfig(ranks=2, tensor_parallel=2))
+    with pytest.raises(ConfigError, match=r"workers.tensor_parallel=1"):
+        make_transfer(SyncConfig(transfer=kind), actor, None, 1)

@@ -1,0 +1,32 @@
+"""Weights of workers and engines in one file, as tests compare them."""
+
+from pathlib import Path
+
+from envgym.models.weights_file import Bucket, checksum, read_weights
+
+ALL = 2**40
+"""Bytes of a bucket that holds any model."""
+
+
+def export(worker, path):
+    """Write all of a `ModelWorker`'s weights to `path`."""
+    worker.begin_export(ALL)
+    worker.next_bucket(str(path))
+
+
+async def export_group(group, path):
+    """Write all of a `WorkerGroup`'s weights to `path`."""
+    await group.begin_export(ALL)
+    await group.next_bucket(str(path))
+
+
+def bucket_of(path, number=0):
+    """A file as a bucket."""
+    return Bucket(number, str(path), Path(path).stat().st_size, checksum(dict(read_weights(path))))
+
+
+async def load(engine, path, version):
+    """Give an engine, behind its handle, the weights of a file."""
+    await engine.call("begin_weights")
+    await engine.call("load_bucket", bucket_of(path))
+    await engine.call("end_weights", 1, version)
