@@ -43,7 +43,14 @@ def complete_stage(stage: StageConfig) -> None:
 
 
 def _check_staleness(stage: StageConfig, config: LearnerConfig) -> None:
-    """Samples of older policies want weights, or a clipped ratio to the policy that sampled them."""
+    """Samples of older policies want weights, or a clipped ratio to the policy that sampled them; and an engine that
+    samples while models learn cannot give them its memory."""
+    sets = stage.colocate if isinstance(stage.colocate, list) else []
+    if stage.colocate == "all" or any(len(one) > 1 and "engine" in one for one in sets):
+        raise ConfigError(
+            f"rollout.max_staleness={stage.rollout.max_staleness} samples while models learn, so the engine takes no "
+            "turns with them: set rollout.max_staleness=0, or give the engine GPUs of its own (colocate)"
+        )
     corrected = getattr(getattr(config, "correction", None), "kind", "none") != "none"
     uncorrected = getattr(config, "recomputes", False) or getattr(config, "policy_loss", "") == "reinforce"
     if uncorrected and not corrected:

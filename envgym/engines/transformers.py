@@ -64,7 +64,7 @@ class TransformersEngine:
 
     `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
     and a request with a seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight,
-    and `lora_rank`: an adapter of any rank can be loaded.
+    `lora_rank` and `sleeps`: an adapter of any rank can be loaded, and the model moved.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class TransformersEngine:
         deterministic: bool = False,
         concurrency: int | None = None,
         lora_rank: int = 0,
+        sleeps: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)

@@ -37,6 +37,8 @@ MOST_AT_ONCE = 1024
 CPU_CACHE_BYTES = 2 * 2**30
 GPU_SHARE = 0.5
 """Of a device's memory, for weights and cache; the workers that learn share the device. vLLM's own is 0.92."""
+GPU_SHARE_IN_TURNS = 0.85
+"""The same where they have it in turns: what libraries hold on to stays on both sides."""
 
 
 class VLLMEngine:
@@ -49,6 +51,7 @@ class VLLMEngine:
     concurrency    requests that will be in flight at once, so that as many may be sampled in one step of vLLM's (but
                    no more than 1024, beyond which a step only gets longer); None takes vLLM's own number
     lora_rank      the largest rank of adapters that will be loaded; 0: none will be
+    sleeps         it will be told to sleep, and so may have nearly all of a device's memory while it is awake
     engine_args    any argument of vLLM's `EngineArgs`
 
     Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
@@ -65,6 +68,7 @@ class VLLMEngine:
         deterministic: bool = False,
         concurrency: int | None = None,
         lora_rank: int = 0,
+        sleeps: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)
@@ -79,7 +83,7 @@ class VLLMEngine:
         arguments = dict(engine_args or {})
         if concurrency is not None:
             arguments.setdefault("max_num_seqs", min(concurrency, MOST_AT_ONCE))
-        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, arguments)
+        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, sleeps, arguments)
         self._adapter: Any = None
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
@@ -322,6 +326,7 @@ def _build(
     seed: int,
     deterministic: bool,
     lora_rank: int,
+    sleeps: bool,
     engine_args: dict[str, Any],
 ) -> Any:
     """Make vLLM's engine, or raise one line that says why it cannot be made."""
@@ -354,7 +359,8 @@ def _build(
     if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False
     if not cpu:
-        settings["gpu_memory_utilization"] = GPU_SHARE
+        settings["gpu_memory_utilization"] = GPU_SHARE_IN_TURNS if sleeps else GPU_SHARE
+        settings["enable_sleep_mode"] = sleeps
     elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     settings |= engine_args

@@ -101,6 +101,7 @@ class Checkpoints:
         """Keep a checkpoint with `state`, by default that of now."""
         state = self.state() if state is None else state
         with self._progress.timed("checkpoint"):
+            await self._components.models_awake()
             written = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:

@@ -27,10 +27,11 @@ from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import InlineRuntime, Runtime
 
-from .placement import placed
+from .placement import ENGINE, PlacedRuntime, placed
 from .pretraining import Pretraining
 from .run_folder import RunFolder
 from .transfer import FileTransfer, make_transfer
+from .turns import Turns
 from .weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ class Components:
     pretraining: Pretraining | None = None
     apis: Mapping[str, ApiTeacher] = field(default_factory=dict)
 
+    async def engines_awake(self) -> None:
+        """Give the engines the memory that they share with models in turns."""
+        if self.sync is not None:
+            await self.sync.turns.engines()
+
+    async def models_awake(self, *, for_new_weights: bool = False) -> None:
+        """Give the models the memory that they share with engines; see `Turns.models`."""
+        if self.sync is not None:
+            await self.sync.turns.models(for_new_weights=for_new_weights)
+
     @property
     def trained_roles(self) -> list[str]:
         return [role for role, spec in self.learner.roles.items() if spec.trained]
@@ -78,6 +89,13 @@ class StageContext:
     runtime: Runtime
     closing: AsyncExitStack
     """Closes, before the runtime, whatever is registered here."""
+
+    def roles_in_turns(self, stage: StageConfig) -> list[str]:
+        """The roles that share GPUs with the engine in turns, as the settings ask for."""
+        if stage.colocate == "auto" or not isinstance(self.runtime, PlacedRuntime):
+            return []
+        plan = self.runtime.plan
+        return [part.name for part in plan.parts if part.name != ENGINE and plan.shares_gpus(part.name, ENGINE)]
 
 
 @asynccontextmanager
@@ -137,10 +155,12 @@ async def start_components(
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
+    sharing = context.roles_in_turns(stage)
     if agent.uses_policy:
-        lora_rank = adapters["actor"].rank
         sampling = asyncio.create_task(
-            start_sampling(config, stage, [context], agent, model, display, lora_rank=lora_rank)
+            start_sampling(
+                config, stage, [context], agent, model, display, lora_rank=adapters["actor"].rank, sleeps=bool(sharing)
+            )
         )
 
     async def started(role: str) -> WorkerGroup:
@@ -172,7 +192,9 @@ async def start_components(
         files = FileTransfer(workers["actor"], shared, stage.sync.bucket_megabytes * 2**20)
         transfer = make_transfer(stage.sync, workers["actor"], files, workers_per_engine=stage.engine.tensor_parallel)
         quantized = adapters["actor"].quantize != "none"
-        sync = WeightSync(engine, workers["actor"], renderer, tolerance, transfer, files, quantized)
+        in_turns = {role: workers[role] for role in sharing if role in workers}
+        turns = Turns(engine, in_turns, keeps_weights=adapters["actor"].rank > 0)
+        sync = WeightSync(engine, workers["actor"], renderer, tolerance, transfer, files, turns, quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
@@ -217,10 +239,11 @@ async def start_sampling(
     display: Display,
     *,
     lora_rank: int = 0,
+    sleeps: bool = False,
 ) -> tuple[Engine | ChatEngine, int]:
     """Start what episodes need: the services of the environments that are played, all in one runtime, and the stage's
     engine, with its context length in tokens (0 where only the API knows it). `lora_rank`: that of the adapters the
-    engine will be given."""
+    engine will be given. `sleeps`: it shares its devices in turns, and the models come first."""
     api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
     for context in contexts:
         if context.services.names:
@@ -228,7 +251,9 @@ async def start_sampling(
             await context.services.start()
     if api is not None:
         return api, 0
-    engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank)
+    engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank, sleeps)
+    if sleeps:
+        await engine.sleep(1)
     for context in contexts:
         context.services.bind_policy(
             agent.renderer, engine, max_model_len, deterministic=config.deterministic, seed=config.seed
@@ -237,7 +262,13 @@ async def start_sampling(
 
 
 async def start_engine(
-    config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display, lora_rank: int = 0
+    config: RunConfig,
+    stage: StageConfig,
+    model: str,
+    runtime: Runtime,
+    display: Display,
+    lora_rank: int = 0,
+    sleeps: bool = False,
 ) -> tuple[EnginePool, int]:
     """The stage's engines, ready to sample, and its context length in tokens."""
     target, note = choose_engine(stage.engine.kind)
@@ -258,6 +289,7 @@ async def start_engine(
         "deterministic": config.deterministic,
         "concurrency": episodes_at_once(stage),
         "lora_rank": lora_rank,
+        "sleeps": sleeps,
         "engine_args": own,
     }
     # Sampling and learning alternate, so each may use every core.

@@ -321,6 +321,7 @@ def steps_of(epochs: float, n_tasks: int | None, tasks_a_step: int) -> int:
 
 async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:
     """Write the policy as the stage leaves it, and the other models that the settings ask for."""
+    await components.models_awake()
     tokenizer = components.runner.agent.renderer.tokenizer
     models = {"actor": folder.model} | {role: folder.path / role for role, own in stage.roles.items() if own.save}
     for role, where in models.items():

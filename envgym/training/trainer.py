@@ -91,7 +91,9 @@ class Trainer:
         started = time.monotonic()
         self.progress.record = {"step": self.progress.step + 1}
         try:
+            await self.components.engines_awake()
             groups = trajectories(await self.groups.take())
+            await self.components.models_awake(for_new_weights=True)
             await self.update.score(groups)
             async with self.engines_wait():
                 self.checkpoints.weights_change()
@@ -137,6 +139,7 @@ class Trainer:
         step, when = self.progress.step, "before" if self.progress.step == 0 else "after"
         with self.progress.timed("eval"):
             if self.uses_policy:
+                await self.components.engines_awake()
                 results = {when: await self.held_out.sampled()}
                 if self.stage.eval.greedy and step in (0, self.stage.steps):
                     results[f"greedy_{when}"] = await self.held_out.greedily()

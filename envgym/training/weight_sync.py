@@ -17,6 +17,7 @@ from envgym.types import Observation, Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
 from .transfer import FileTransfer, Receipt, Transfer, no_other
+from .turns import Turns
 
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 
@@ -33,6 +34,7 @@ class WeightSync:
     transfer: Transfer
     files: FileTransfer
     """The transfer of what is no whole model: an adapter, or its base, once."""
+    turns: Turns
     base_is_quantized: bool = False
     """The actor's frozen weights are not those of the folder that the engines load, but went through 4 bits."""
     whole: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -51,9 +53,14 @@ class WeightSync:
 
         Raises `RunError` beyond the tolerance.
         """
-        await self._send(self.engine, version, with_base=self.version is None)
+        ours = await self._score_probe()
+
+        async def send() -> None:
+            await self._send(self.engine, version, with_base=self.version is None)
+
+        await self.turns.hand_over(send)
         self.version = version
-        differences = await self._differences_on_probe(self.engine)
+        differences = await self._differences(self.engine, ours)
         for difference in differences:
             self.check(f"the probe after sync {version}", difference)
         return max(differences, default=None)
@@ -64,8 +71,10 @@ class WeightSync:
             if self.version is None:  # the first sync is yet to come
                 return
             pool = EnginePool(no_other, [engine])
-            await self._send(pool, self.version, with_base=True)
-            differences = await self._differences_on_probe(pool)
+            async with self.turns.actor():
+                ours = await self._score_probe()
+                await self._send(pool, self.version, with_base=True)
+            differences = await self._differences(pool, ours)
             if not differences:
                 raise WorkerDied("it died while it was given the weights")
             self.check("the probe of an engine that was started anew", differences[0])
@@ -85,13 +94,20 @@ class WeightSync:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _differences_on_probe(self, engine: EnginePool) -> list[float]:
-        """How far the actor and each of the engines differ."""
-        token_ids = self.renderer.prompt(Observation(text=PROBE))
+    async def _score_probe(self) -> list[float]:
+        """The actor's log-probabilities of the probe."""
         # As if it were an action: tokens that do not count are not scored.
-        [scored] = await self.actor.forward([TrainSample.of(Row([Segment("action", int_array(token_ids))]))])
-        ours = scored[1:].tolist()
-        return [_largest(ours, sampled) for sampled in await engine.probe(tuple(token_ids))]
+        [scored] = await self.actor.forward([TrainSample.of(Row([Segment("action", int_array(self._probe))]))])
+        ours: list[float] = scored[1:].tolist()
+        return ours
+
+    async def _differences(self, engine: EnginePool, ours: Sequence[float]) -> list[float]:
+        """How far each of the engines is from the actor's `ours`."""
+        return [_largest(ours, sampled) for sampled in await engine.probe(tuple(self._probe))]
+
+    @property
+    def _probe(self) -> list[int]:
+        return self.renderer.prompt(Observation(text=PROBE))
 
     def check(self, where: str, difference: float) -> None:
         """Raise `RunError` where sampler and trainer differ by more than the tolerance (or by NaN)."""

@@ -215,6 +215,15 @@ class ModelWorker:
             self.engine.destroy()
         self.engine = self.network = None
 
+    def offload(self, keep_weights: bool) -> None:
+        """Give the device's memory to others, but for the weights with `keep_weights`. Nothing is computed until
+        `onload`."""
+        zero.offload(self.engine, self.device, keep_weights=keep_weights)
+
+    def onload(self) -> None:
+        """Take the memory back."""
+        zero.onload(self.engine, self.device)
+
     # -- scoring and learning -----------------------------------------------------------------------------
 
     def forward_base(self, rows: Sequence[TrainSample]) -> list[FloatArray]:

@@ -229,6 +229,53 @@ def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
     return context
 
 
+def offload(engine: Any, device: torch.device, *, keep_weights: bool) -> None:
+    """Move what a model holds on the device to the host: optimizer, gradients and, unless they are kept, weights."""
+    _move_optimizer(engine, torch.device("cpu"))
+    if _has_flat_copies(engine):
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+        stay = {State.optim_states} | ({State.lp_params} if keep_weights else set())
+        kinds = [kind for kind in State if kind not in stay]
+        # Stage 3 wants DeepSpeed's fused Adam, though the moments are not for it to move.
+        with patch("deepspeed.ops.adam.fused_adam.FusedAdam", type(engine.optimizer.optimizer)):
+            engine.offload_states(include=kinds, pin_memory=device.type == "cuda")
+    elif not keep_weights:
+        _move_module(engine, torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def onload(engine: Any, device: torch.device) -> None:
+    """Move it back."""
+    _move_optimizer(engine, device)
+    if _has_flat_copies(engine):
+        engine.reload_states()
+    else:
+        _move_module(engine, device)
+
+
+def _has_flat_copies(engine: Any) -> bool:
+    """DeepSpeed's ZeRO holds weights and gradients in buffers that it alone can move."""
+    return hasattr(getattr(engine, "optimizer", None), "offload_states")
+
+
+def _move_module(engine: Any, device: torch.device) -> None:
+    module = getattr(engine, "module", engine)
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        module.to(device)  # a partitioned model that only scores stays: DeepSpeed cannot move it
+
+
+def _move_optimizer(engine: Any, device: torch.device) -> None:
+    """Move the moments. (DeepSpeed's own way keeps a second copy of them, which goes into checkpoints, and in stage 3
+    wants its fused Adam.)"""
+    optimizer = getattr(engine, "optimizer", None)
+    for state in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.data = value.data.to(device)
+
+
 def muon_library(device: torch.device) -> Any:
     """DeepSpeed's module of Muon, which its ZeRO optimizers import too."""
     # It compiles the iteration, for each shape of a matrix: seconds that are never won back on a CPU.

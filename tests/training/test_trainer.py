@@ -21,6 +21,7 @@ from envgym.training import step_groups
 from envgym.training.launch import Components
 from envgym.training.run_folder import RunFolder
 from envgym.training.trainer import Trainer
+from envgym.training.turns import Turns
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 
@@ -108,6 +109,7 @@ class Sync:
         self.world = world
         self.whole = asyncio.Lock()
         self.receipt = None
+        self.turns = Turns(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:
         self.world.meet("sync")

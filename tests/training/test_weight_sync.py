@@ -19,6 +19,7 @@ from envgym.learner import LearnerConfig, RoleSpec
 from envgym.training.checkpoints import Progress
 from envgym.training.launch import Components
 from envgym.training.transfer import FileTransfer, Receipt
+from envgym.training.turns import Turns
 from envgym.training.update import Update
 from envgym.training.weight_sync import PROBE, WeightSync
 from envgym.workers.metrics import merge
@@ -67,7 +68,8 @@ class Both:
         both: Any = self
         files = FileTransfer(both, Path("transfer"), 100)
         files.send = both.send
-        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, **settings)
+        turns = Turns(None, {}, keeps_weights=False)
+        return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, turns, **settings)
 
 
 def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():

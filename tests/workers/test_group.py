@@ -47,6 +47,39 @@ def with_group(tmp_path, tied_model, learner):
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
+def test_what_goes_to_the_host_comes_back_as_it_was(with_group, make_rows, denominators, tmp_path, zero_stage):
+    """Optimizer and weights between two steps, first without the weights, which others are given meanwhile."""
+    rows = make_rows(8)
+
+    async def two_steps(group, leaves):
+        for _ in range(2):
+            await group.accumulate(rows, denominators(rows))
+            await group.step(1e-2)
+            if leaves:
+                await group.on_all("offload", True)
+                await export_group(group, tmp_path / "meanwhile")
+                await group.on_all("offload", False)
+                await group.on_all("onload")
+        await export_group(group, tmp_path / "after")
+        return load_file(tmp_path / "after"), await group.forward(rows)
+
+    async def leaving(group):
+        return await two_steps(group, leaves=True)
+
+    async def staying(group):
+        return await two_steps(group, leaves=False)
+
+    tensors, scores = with_group(leaving, ranks=2, zero_stage=zero_stage)
+    expected, expected_scores = with_group(staying, ranks=2, zero_stage=zero_stage)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert all(np.array_equal(score, other) for score, other in zip(scores, expected_scores, strict=True))
+    meanwhile = load_file(tmp_path / "meanwhile")
+    assert all(torch.equal(meanwhile[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_two_ranks_learn_what_one_learns(
     with_group, make_rows, denominators, plain_gradient_descent, tied_model, tmp_path, zero_stage
 ):
