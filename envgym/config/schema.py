@@ -164,6 +164,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; one is made after the last step and at Ctrl-C. 0: only those."""
     keep: int = Field(2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    background: bool = True
+    """The run goes on while a checkpoint is written, from a copy in the host's memory. Off, it waits."""
     episodes_every: float = Field(30.0, ge=0)
     """Seconds between writings of the running step's episodes: a run that is killed in a long step goes on in its
     middle. A deterministic run plays the step again, so that it stays the same."""

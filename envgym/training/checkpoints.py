@@ -21,7 +21,7 @@ from envgym.rollout.supply import Supply
 from envgym.tasks.cursor import TaskCursor
 
 from .launch import Components
-from .run_folder import DAMAGED, RunFolder
+from .run_folder import DAMAGED, RunFolder, state_to_json
 
 
 @dataclass(slots=True)
@@ -75,6 +75,8 @@ class Checkpoints:
         self.best = BestMetric(config)
         self.began = time.monotonic()  # moved back by a resume, so that times go on from the checkpoint's
         self._keep = config.keep
+        self._background = config.background
+        self._writing: asyncio.Task[None] | None = None
         self._folder = folder
         self._components = components
         self._progress = progress
@@ -97,21 +99,42 @@ class Checkpoints:
             "supply": None if self._supply is None else self._supply.state(),
         }
 
-    async def save(self, state: Mapping[str, Any] | None = None) -> Path:
-        """Keep a checkpoint with `state`, by default that of now."""
+    async def save(self, state: Mapping[str, Any] | None = None) -> None:
+        """Keep a checkpoint with `state`, by default that of now: as the weights are now, but written while the run
+        goes on. `written` waits for it. Raises what went wrong with the one before."""
         state = self.state() if state is None else state
+        text, best, step = state_to_json(state), state["progress"]["best"], state["progress"]["step"]
         with self._progress.timed("checkpoint"):
+            await self.written()
             await self._components.models_awake()
-            written = self._folder.new_checkpoint()
+            folder = self._folder.new_checkpoint()
             try:
                 for role in self._components.trained_roles:
-                    await self._components.workers[role].save_state(str(written / role))
-                # In a thread: until the disk has all of it, others go on (a server of environments, say).
-                step = state["progress"]["step"]
-                return await asyncio.to_thread(self._folder.keep_checkpoint, written, step, state, self._keep)
+                    await self._components.workers[role].save_state(str(folder / role), waits=not self._background)
             except (EnvgymError, OSError):
-                shutil.rmtree(written, ignore_errors=True)  # the disk may be full of it
+                shutil.rmtree(folder, ignore_errors=True)  # the disk may be full of it
                 raise
+            self._writing = asyncio.create_task(self._finish(folder, step, text, best))
+            if not self._background:
+                await self.written()
+
+    async def _finish(self, folder: Path, step: int, state: str, best: dict[str, Any] | None) -> None:
+        try:
+            for role in self._components.trained_roles:
+                await self._components.workers[role].finish_save()
+            # In a thread: until the disk has all of it, others go on (a server of environments, say).
+            await asyncio.to_thread(self._folder.keep_checkpoint, folder, step, state, best, self._keep)
+        except (EnvgymError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def written(self, *, unless_busy: bool = False) -> None:
+        """Return once the disk has the checkpoint that was begun last; with `unless_busy` at once. Raises what went
+        wrong with it."""
+        writing = self._writing
+        if writing is not None and (writing.done() or not unless_busy):
+            self._writing = None
+            await writing
 
     async def load(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Go back to where `checkpoint` was made, with the controller's `state` in it. Raises `CheckpointDamaged`, and
@@ -149,6 +172,7 @@ class Checkpoints:
 
     async def save_whole_step(self, error: Exception) -> None:
         """Keep a checkpoint of the last whole step, if the weights are still its own, before `error` ends the run."""
+        await self.written()
         if self._boundary is None:
             return
         step, best = self._boundary["progress"]["step"], self._boundary["progress"]["best"]
@@ -156,6 +180,7 @@ class Checkpoints:
             return
         if step or not isinstance(error, WorkerError):
             await self.save(self._boundary)
+            await self.written()
 
 
 def set_aside(folder: RunFolder, damaged: Path) -> Path | None:

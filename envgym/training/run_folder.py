@@ -103,12 +103,10 @@ class RunFolder:
         path.mkdir(parents=True)
         return path
 
-    def keep_checkpoint(self, written: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
-        """Add the controller's state, give the checkpoint its name in one rename, delete the oldest ones.
-
-        The one that the state says is the best outlives the `keep` newest, and `best` is a link to it.
-        """
-        (written / CONTROLLER).write_text(state_to_json(state), encoding="utf-8")
+    def keep_checkpoint(self, written: Path, step: int, state: str, best: dict[str, Any] | None, keep: int) -> Path:
+        """Add the controller's state, as `state_to_json` writes it, give the checkpoint its name in one rename, delete
+        the oldest ones. The `best` outlives the `keep` newest, and the link of that name leads to it."""
+        (written / CONTROLLER).write_text(state, encoding="utf-8")
         flush_to_disk(written)  # before an older one is deleted: a name may outlive a power failure, content may not
         final = self._of_step(step)
         replaced = final.with_suffix(".replaced")  # one of the same step, which counts until the new one is there
@@ -118,7 +116,7 @@ class RunFolder:
         os.replace(written, final)
         flush_to_disk(self.checkpoints, deep=False)
         shutil.rmtree(replaced, ignore_errors=True)
-        best = self.mark_best(state["progress"].get("best"))
+        best = self.mark_best(best)
         spared = None if best is None else self._of_step(best["step"])
         for old in {*self.kept_checkpoints()[:-keep]} - {spared}:
             shutil.rmtree(old, ignore_errors=True)  # someone may be reading its model: the next one tries again

@@ -67,6 +67,7 @@ class Trainer:
                     await self.finish_step()
                     self.checkpoints.mark_whole_step()
                 if self.progress.step >= self.stage.steps:
+                    await self.checkpoints.written()
                     self.groups.unfinished.clear()
                     return
                 if self.stop.is_set():
@@ -124,6 +125,7 @@ class Trainer:
     async def finish_step(self) -> None:
         """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""
         step, stage = self.progress.step, self.stage
+        await self.checkpoints.written(unless_busy=True)
         ends = step in (0, stage.steps)
         if stage.eval.every and (ends or step % stage.eval.every == 0):
             await self.evaluate()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,51 @@ import torch
 from envgym.errors import CheckpointDamaged, RunError, cannot_write
 
 
-def write(path: Path, state: Any) -> None:
+def write(path: str | Path, state: Any) -> None:
     """Write `state`, so that `read` gives it back. Raises `RunError` in one line where the disk is full."""
     with writing(path):
         torch.save(state, path)
+
+
+class Writer:
+    """Writes files in a thread of its own, from copies, so that what they hold may change meanwhile."""
+
+    def __init__(self) -> None:
+        self.waits = False
+        """Files are written at once, and nothing is copied."""
+        self._thread = ThreadPoolExecutor(1)
+        self._files: list[Future[None]] = []
+
+    def write(self, path: str | Path, state: Any) -> None:
+        """Begin to write `state` to `path`."""
+        if self.waits:
+            write(path, state)
+        else:
+            self._files.append(self._thread.submit(write, path, on_host(state, {})))
+
+    async def finish(self) -> None:
+        """Return once every file is written. Raises what went wrong with one."""
+        files, self._files = self._files, []
+        await asyncio.gather(*map(asyncio.wrap_future, files))
+
+
+def on_host(value: Any, known: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+    """A copy of nested values, with tensors in the host's memory; those that are one (a tied head) stay one."""
+    if isinstance(value, torch.Tensor):
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in known:
+            known[key] = value.detach().to("cpu", copy=True)
+        return known[key]
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for name, one in value.items():
+            copied[name] = on_host(one, known)
+        return copied
+    if isinstance(value, list):
+        return [on_host(one, known) for one in value]
+    if type(value) is tuple:
+        return tuple(on_host(one, known) for one in value)
+    return value
 
 
 @contextlib.contextmanager
@@ -35,36 +79,27 @@ def writing(path: str | Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: is the disk full?") from None
 
 
-def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = ()) -> Any:
-    """The contents of a file; classes other than torch's own are known only where they are in `also`.
+def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = (), mapped: bool = False) -> Any:
+    """The contents of a file; classes other than torch's own are known only where they are in `also`. `mapped`: tensors
+    are read where they are used.
 
     Raises `CheckpointDamaged` in one line where it is missing, cut short or garbage, or would run code.
     """
     try:
         with torch.serialization.safe_globals(list(also)):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # torch tells of a bad file in a dozen ways, most of them a page long
         raise CheckpointDamaged(f"{path} cannot be read ({_reason(error)})") from None
 
 
-def read_rank(folder: str, role: str, rank: int, ranks: int, tensor_parallel: int) -> dict[str, Any]:
-    """What rank `rank` of a role wrote. Raises `RunError` where it is not there, or of another number of ranks."""
+def read_rank(folder: str, role: str, rank: int) -> dict[str, Any]:
+    """What rank `rank` of a role wrote. Raises `RunError` where it is not there."""
     path = Path(folder, f"rank-{rank}.pt")
     if not path.is_file():
         raise RunError(f"{folder} holds no state of rank {rank} of {role}")
     state: dict[str, Any] = read(path)
-    if state["world_size"] != ranks:
-        raise RunError(
-            f"the state in {folder} is of {state['world_size']} ranks, and {ranks} are running: "
-            f"set workers.ranks={state['world_size']}"
-        )
-    if state["tensor_parallel"] != tensor_parallel:
-        raise RunError(
-            f"the state in {folder} is of a model cut in {state['tensor_parallel']} parts: "
-            f"set workers.tensor_parallel={state['tensor_parallel']}"
-        )
     return state
 
 

@@ -169,9 +169,14 @@ class WorkerGroup:
         """Write the moving average of the weights as a Hugging Face model folder, without the tokenizer."""
         await self.on_all("save_average", folder)
 
-    async def save_state(self, folder: str) -> None:
-        """Write weights, optimizer and random states, exactly."""
-        await self.on_all("save_state", folder)
+    async def save_state(self, folder: str, *, waits: bool = True) -> None:
+        """Write weights, optimizer and random states, exactly, as they are now. Without `waits` it is only begun, and
+        ends with `finish_save`: the ranks may learn on meanwhile."""
+        await self._on_each("save_state", [(folder,)] * len(self._handles), waits=waits)
+
+    async def finish_save(self) -> None:
+        """Return once the disk has what was begun."""
+        await self.on_all("finish_save")
 
     async def load_state(self, folder: str) -> None:
         """Go on from `save_state`."""
@@ -194,13 +199,13 @@ class WorkerGroup:
         """Call every rank with the arguments of its share; results in the order of ranks."""
         return await self._on_each(method, [args for args in arguments for _ in range(self.settings.ranks_per_row)])
 
-    async def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]], **same: Any) -> list[Any]:
         """Call every rank with its own arguments; results in the order of ranks.
 
         Where one fails the others may wait for it for ever, so all are ended and the group is of no more use.
         """
         calls = [
-            asyncio.ensure_future(handle.call(method, *args))
+            asyncio.ensure_future(handle.call(method, *args, **same))
             for handle, args in zip(self._handles, arguments, strict=True)
         ]
         try:

@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 from envgym.models.lora import LoraConfig
 from envgym.models.weights_file import Bucket, cut, write_bucket
 
-from . import checkpoint, device_transfer, tensor_parallel, zero
+from . import checkpoint, device_transfer, reshard, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
@@ -90,6 +91,7 @@ class ModelWorker:
         self.average: MovingAverage | None = None
         self._buckets: Iterator[Any] = iter(())
         self._sender: Any = None
+        self._writer = checkpoint.Writer()
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
@@ -172,7 +174,7 @@ class ModelWorker:
         if tensor_parallel_size > 1:
             tensor_parallel.prepare(self.network, model)
         if self.trained or partitioned or tensor_parallel_size > 1:
-            self.engine = zero.engine(self.network, config, self.device, self._optimizer(config))
+            self.engine = zero.engine(self.network, config, self.device, self._optimizer(config), self._writer)
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
         if learner_config and learner_config.ema_decay and self.role == "actor":
@@ -428,30 +430,73 @@ class ModelWorker:
         if self.rank == 0:
             self.network.model.save_pretrained(folder, state_dict=tensors)
 
-    def save_state(self, folder: str) -> None:
-        """Write weights, optimizer and random states, exactly. Every rank writes its own part."""
+    def save_state(self, folder: str, *, waits: bool = True) -> None:
+        """Write weights, optimizer and random states, exactly, as they are now. Every rank writes its own part. Without
+        `waits` it is only begun, from copies, and written after `finish_save`."""
+        self._writer.waits = waits
         frozen_too = self.adapter is None  # an adapter's base is where the run found it
         self.engine.save_checkpoint(
             folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
         )
         state: dict[str, Any] = {
-            "world_size": self.world_size,
-            "tensor_parallel": self.settings.tensor_parallel,
+            **self._spread,
             "random": checkpoint.random_states(),
         }
         if self.average is not None:
             state["average"] = self.average.state()
-        checkpoint.write(Path(folder, f"rank-{self.rank}.pt"), state)
+        self._writer.write(Path(folder, f"rank-{self.rank}.pt"), state)
+
+    async def finish_save(self) -> None:
+        """Return once the disk has what `save_state` began to write. Raises `RunError` where it has not."""
+        await self._writer.finish()
+
+    @property
+    def _spread(self) -> dict[str, int]:
+        """What the files of a checkpoint depend on."""
+        settings = self.settings
+        return {
+            "world_size": self.world_size,
+            "zero_stage": settings.zero_stage,
+            "tensor_parallel": settings.tensor_parallel,
+        }
 
     def load_state(self, folder: str) -> None:
-        """Go on from `save_state`, bit for bit. Raises `RunError` where it is not there or of other ranks."""
-        state = checkpoint.read_rank(folder, self.role, self.rank, self.world_size, self.settings.tensor_parallel)
+        """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
+        where it is not there, or cannot be spread over these ranks."""
+        state = checkpoint.read_rank(folder, self.role, 0)
+        if state.get("zero_stage", self.settings.zero_stage) != self.settings.zero_stage or any(
+            state[name] != own for name, own in self._spread.items() if name != "zero_stage"
+        ):
+            self._load_of_others(folder, state)
+            return
+        state = checkpoint.read_rank(folder, self.role, self.rank)
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
         if self.average is not None:
             if "average" not in state:
                 raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
             self.average.load_state(state["average"])
         checkpoint.set_random_states(state["random"])
+
+    def _load_of_others(self, folder: str, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another number of ranks or ZeRO stage: to the rounding, with random states anew."""
+        assert self.learner is not None
+        problem = None
+        if max(state["tensor_parallel"], self.settings.tensor_parallel) > 1:
+            problem = f"a model is cut: set workers.tensor_parallel={state['tensor_parallel']}"
+        elif self.learner.config.optimizer != "adamw":
+            problem = f"learner.optimizer={self.learner.config.optimizer}"
+        elif self.average is not None:
+            problem = "learner.ema_decay is set"
+        if problem:
+            raise RunError(
+                f"the state in {folder} is of {state['world_size']} ranks and ZeRO stage {state['zero_stage']}, and "
+                f"cannot be spread anew where {problem}: resume with those"
+            )
+        named = self.engine.module.named_parameters()
+        shapes = {name: tuple(p.shape) for name, p in named if p.requires_grad}
+        read = partial(zero.read, mapped=True)
+        reshard.give(self.engine, reshard.parameters(Path(folder, "deepspeed"), shapes, read))
+        self._seed_generators()
 
     def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         return whole_parameters(

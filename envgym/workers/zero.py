@@ -136,8 +136,10 @@ def engine(
     json: Mapping[str, Any],
     device: torch.device,
     optimizer: Callable[[Sequence[torch.nn.Parameter]], Any] | None = None,
+    writer: checkpoint.Writer | None = None,
 ) -> Any:
-    """DeepSpeed's engine around the network, with an optimizer where the JSON names one or `optimizer` makes one."""
+    """DeepSpeed's engine around the network, with an optimizer where the JSON names one or `optimizer` makes one. Its
+    checkpoints are written by `writer`."""
     library = _library()
     if json["zero_optimization"]["stage"] == 3 and "tensor_parallel" not in json:
         # Parameter by parameter, from rank 0's: `initialize` would first move all of the model to each GPU.
@@ -153,8 +155,9 @@ def engine(
     if json.get("compile", {}).get("deepcompile"):
         wrapped.compile()
     if (files := wrapped.checkpoint_engine) is not None:  # a model that only scores has none
-        files.load = _read  # its own would run whatever code the file holds
-        files.save = _saying_when_the_disk_is_full(files.save)
+        files.load = read  # its own would run whatever code the file holds
+        if writer is not None:
+            files.save = lambda state_dict, path: writer.write(path, state_dict)
     return wrapped
 
 
@@ -284,22 +287,14 @@ def muon_library(device: torch.device) -> Any:
     return muon_optimizer
 
 
-def _read(path: str, map_location: Any = None) -> Any:
+def read(path: str, map_location: Any = None, *, mapped: bool = False) -> Any:
     """A file that DeepSpeed wrote into a checkpoint: tensors, plain values, and a few classes of its own."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     own = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    return checkpoint.read(path, map_location, also=own)
-
-
-def _saying_when_the_disk_is_full(save: Callable[..., None]) -> Callable[..., None]:
-    def write(state_dict: Any, path: str) -> None:
-        with checkpoint.writing(path):
-            save(state_dict, path)
-
-    return write
+    return checkpoint.read(path, map_location, also=own, mapped=mapped)
 
 
 def _library() -> Any:

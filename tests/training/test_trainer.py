@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,6 +73,8 @@ class World:
         self.agent = SimpleNamespace(uses_policy=True)
         self.unscored: set[str] = set()
         self.learned = threading.Event()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     def meet(self, where: str) -> None:
         self.counts[where] = self.counts.get(where, 0) + 1
@@ -95,8 +98,11 @@ class World:
     async def step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0}
 
-    async def save_state(self, path: str) -> None:
+    async def save_state(self, path: str, *, waits: bool) -> None:
         pass
+
+    async def finish_save(self) -> None:
+        await self.may_write.wait()
 
     async def load_state(self, path: str) -> None:
         pass
@@ -175,7 +181,7 @@ def test_a_worker_that_died_while_it_learned_has_no_weights_to_keep(folder):
 
 def test_a_policy_that_died_before_it_could_be_kept_is_what_is_told(folder):
     class Dead(World):
-        async def save_state(self, path: str) -> None:
+        async def save_state(self, path: str, *, waits: bool) -> None:
             raise WorkerDied("actor-0 has ended")
 
     with pytest.raises(WorkerDied, match="actor-0 was killed"):
@@ -196,7 +202,51 @@ def test_a_step_is_whole_once_its_episodes_are_on_the_disk(folder, monkeypatch):
     assert trainer.progress.step == 0
 
 
+def test_steps_are_taken_while_a_checkpoint_is_written_and_the_run_ends_once_it_is(folder):
+    async def main() -> None:
+        world = World()
+        world.may_write.clear()
+        trainer = trainer_of(folder, world)
+        trainer.stage.checkpoint.every = 2
+        trainer.checkpoints._keep = 9
+        running = asyncio.create_task(trainer.run())
+        for _ in range(100):  # at the second, it waits for the first
+            await asyncio.sleep(0.01)
+        assert (trainer.progress.step, folder.kept_checkpoints()) == (4, [])
+        world.may_write.set()
+        await running
+
+    asyncio.run(main())
+    assert kept(folder) == [2, 4, 5]
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(folder):
+    class Full(World):
+        async def finish_save(self) -> None:
+            raise RunError("no space left on device")
+
+    trainer = trainer_of(folder, Full())
+    trainer.stage.checkpoint.every = 1
+    with pytest.raises(RunError, match="no space left"):
+        asyncio.run(trainer.run())
+    assert trainer.progress.step in (1, 2)
+    assert list(folder.checkpoints.iterdir()) == []
+
+
 # -- going on ---------------------------------------------------------------------------------------------
+
+
+def saved(trainer: Trainer, state: Any = None) -> Path:
+    """The checkpoint, once it is written."""
+
+    async def save() -> None:
+        await trainer.checkpoints.save(state)
+        await trainer.checkpoints.written()
+
+    asyncio.run(save())
+    last = trainer.folder.last_checkpoint()
+    assert last is not None
+    return last
 
 
 def test_a_loop_goes_on_with_all_that_it_knew(folder):
@@ -208,7 +258,7 @@ def test_a_loop_goes_on_with_all_that_it_knew(folder):
     asyncio.run(trainer.groups.cursor.next(1))
     trainer.components.runner.unscored.add("game")
     then = trainer.checkpoints.state()
-    checkpoint = asyncio.run(trainer.checkpoints.save(then))
+    checkpoint = saved(trainer, then)
     resumed = trainer_of(folder)
     asyncio.run(resumed.checkpoints.load(checkpoint, folder.read_state(checkpoint)))
     now = resumed.checkpoints.state()
@@ -219,7 +269,7 @@ def test_a_loop_goes_on_with_all_that_it_knew(folder):
 
 def test_a_state_that_fits_no_loop_is_said_in_one_line(folder):
     trainer = trainer_of(folder)
-    checkpoint = asyncio.run(trainer.checkpoints.save())
+    checkpoint = saved(trainer)
     for spoiled in ({"cursor": {}}, {"buffer": []}, {"progress": {"step": 1, "rounds": 2}}, {"learner": None}):
         with pytest.raises(RunError, match=r"the controller's state in .*step_000000 does not fit this version"):
             asyncio.run(trainer_of(folder).checkpoints.load(checkpoint, {**folder.read_state(checkpoint), **spoiled}))

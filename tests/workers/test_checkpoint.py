@@ -22,7 +22,7 @@ class Trap:
 
 def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     torch.save({"optimizer": torch.zeros(3), "more": Trap(tmp_path / "trapped")}, tmp_path / "state.pt")
-    for read in (checkpoint.read, zero._read):
+    for read in (checkpoint.read, zero.read):
         with pytest.raises(
             CheckpointDamaged, match=r"state.pt cannot be read \(it names posix.mkdir, which would be code"
         ):
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_said_in_one_line(tmp_path, spoiled):
 def test_what_deepspeed_keeps_of_float16_comes_back(tmp_path):
     scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1, 2, False)
     torch.save({"static": LossScaler(8.0), "dynamic": scaler}, tmp_path / "state.pt")
-    read = zero._read(str(tmp_path / "state.pt"))
+    read = zero.read(str(tmp_path / "state.pt"))
     assert (read["static"].cur_scale, read["dynamic"].cur_scale) == (8.0, 2.0**16)
 
 

@@ -153,6 +153,52 @@ def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, t
         assert torch.equal(resumed[name], tensor), name
 
 
+STAGES = [(ranks, stage) for ranks in (1, 2) for stage in (0, 2, 3)]
+SPREADS = [
+    pytest.param(saved, loaded, marks=[] if (saved, loaded) == ((2, 2), (1, 3)) else [pytest.mark.slow])
+    for saved in STAGES
+    for loaded in STAGES
+    if saved != loaded and not (saved[0] == loaded[0] == 1)
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), SPREADS)
+def test_a_state_goes_on_on_other_ranks_and_stages(with_group, make_rows, denominators, tmp_path, saved, loaded):
+    """Weights to the bit, and the optimizer: two more steps end where the same ranks would have."""
+
+    async def step(group, seed):
+        rows = make_rows(6, seed)
+        await group.accumulate(rows, denominators(rows))
+        await group.step(1e-2)
+
+    async def weights(group):
+        await export_group(group, tmp_path / "weights")
+        return load_file(tmp_path / "weights")
+
+    async def save(group):
+        await step(group, 0)
+        await step(group, 1)
+        await group.save_state(str(tmp_path / "state"))
+        then = await weights(group)
+        await step(group, 2)
+        await step(group, 3)
+        return then, await weights(group)
+
+    async def load(group):
+        await group.load_state(str(tmp_path / "state"))
+        then = await weights(group)
+        await step(group, 2)
+        await step(group, 3)
+        return then, await weights(group)
+
+    (then, after), (loaded_then, loaded_after) = (
+        with_group(body, ranks=ranks, zero_stage=stage) for body, (ranks, stage) in ((save, saved), (load, loaded))
+    )
+    assert all(torch.equal(loaded_then[name], tensor) for name, tensor in then.items())
+    for name, tensor in after.items():
+        torch.testing.assert_close(loaded_after[name], tensor, atol=2e-6, rtol=0)
+
+
 def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denominators):
     async def body(group):
         rows = make_rows(6)

@@ -1,4 +1,6 @@
+import asyncio
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
+from envgym.workers import checkpoint
 from envgym.workers.layout import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
@@ -279,9 +282,56 @@ def test_a_state_of_other_ranks_is_refused_in_one_line(make_worker, tmp_path):
         worker.load_state(str(tmp_path))
     worker.save_state(str(tmp_path))
     state = torch.load(tmp_path / "rank-0.pt", weights_only=False)
-    torch.save({**state, "world_size": 2}, tmp_path / "rank-0.pt")
-    with pytest.raises(RunError, match=r"workers\.ranks=2"):
+    torch.save({**state, "world_size": 2, "tensor_parallel": 2}, tmp_path / "rank-0.pt")
+    with pytest.raises(RunError, match=r"of 2 ranks and ZeRO stage 0, .* set workers\.tensor_parallel=2"):
         worker.load_state(str(tmp_path))
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_begun_though_it_is_written_later(
+    make_worker, make_rows, denominators, tmp_path, monkeypatch
+):
+    """Steps are taken while the disk is busy, and what is written does not know of them."""
+    disk, write = threading.Event(), checkpoint.write
+
+    def when_the_disk_is_free(path, state):
+        assert disk.wait(60)
+        write(path, state)
+
+    def step(worker, seed):
+        rows = make_rows(6, seed)
+        worker.accumulate(micro_batches(rows, 50, 1)[0], denominators(rows))
+        worker.step(1e-2)
+
+    one = make_worker(zero_stage=2)
+    step(one, 0)
+    then = weights_of(one, tmp_path)
+    monkeypatch.setattr(checkpoint, "write", when_the_disk_is_free)
+    one.save_state(str(tmp_path / "state"), waits=False)
+    step(one, 1)
+    assert not list((tmp_path / "state").glob("*.pt"))
+    disk.set()
+    asyncio.run(one.finish_save())
+    after = weights_of(one, tmp_path)
+    other = make_worker(zero_stage=2)
+    other.load_state(str(tmp_path / "state"))
+    loaded = weights_of(other, tmp_path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in then.items())
+    step(other, 1)
+    again = weights_of(other, tmp_path)
+    assert all(torch.equal(again[name], tensor) for name, tensor in after.items())
+
+
+def test_a_disk_that_is_full_is_told_of_when_the_save_ends(make_worker, tmp_path, monkeypatch):
+    def full(state, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    worker = make_worker()
+    worker.save_state(str(tmp_path / "state"), waits=False)
+    with pytest.raises(RunError, match="No space left"):
+        asyncio.run(worker.finish_save())
+    with pytest.raises(RunError, match="No space left"):
+        worker.save_state(str(tmp_path / "state"))
 
 
 def test_code_in_a_state_is_refused_wherever_it_is(make_worker, tmp_path):
