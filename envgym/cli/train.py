@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     )
     add_run_options(parser)
     parser.add_argument(
-        "--resume", metavar="RUN", help="go on with this run, with the settings it has; steps=N goes further"
+        "--resume", metavar="RUN", help="go on with this run, with the settings it has, further with steps=N"
     )
     options, words = parser.parse_with_words(arguments)
     config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
@@ -44,19 +45,26 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
-    """The saved settings. A run goes on as if nothing had happened, so that there is next to nothing to set: only how
-    far it goes."""
+    """The saved settings. A run goes on as if nothing had happened, so that there is little to set: how far it goes,
+    and where it runs."""
     from envgym.config.words import parse_words
-    from envgym.training.run import resume_config
+    from envgym.training.run import WHERE_IT_RUNS, resume_config
 
-    settings = parse_words(words)
-    changed = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
+    given = vars(options)
+    changed = [f"--{name}" for name, value in given.items() if value is not None and name not in ("resume", "runtime")]
+    where = re.compile(rf"({'|'.join(map(re.escape, WHERE_IT_RUNS))}|roles\.\w+\.workers)(\.|$)")
     keys = dict.fromkeys(word.partition("=")[0] for word in words)
-    changed += [f"{key}=…" for key in keys if key not in ("debug", "runs_dir", "steps")]
+    own = ("debug", "runs_dir", "steps", "runtime")
+    changed += [f"{key}=…" for key in keys if key not in own and not where.match(key)]
     if changed:
         raise ConfigError(
-            f"--resume goes on with the run's own settings, steps alone may be another: leave out {', '.join(changed)}"
+            "--resume goes on with the run's own settings; others may be steps, and where it runs (workers, placement, "
+            f"colocate, engine.count): leave out {', '.join(changed)}"
         )
+    settings = parse_words(words)
+    if options.runtime is not None:
+        settings["runtime"] = options.runtime
+    changes = {key: value for key, value in settings.items() if key not in ("debug", "runs_dir", "steps")}
     runs_dir = settings.get("runs_dir", default_of("runs_dir"))
-    config = resume_config(options.resume, str(runs_dir), settings.get("steps"))
+    config = resume_config(options.resume, str(runs_dir), settings.get("steps"), changes)
     return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})

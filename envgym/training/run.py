@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import json
 import math
@@ -42,6 +43,8 @@ from .trainer import Trainer
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
+WHERE_IT_RUNS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel")
+"""Settings that may be others when a run goes on, with `runtime`, `roles.ROLE.workers` and `steps`."""
 STOP_LOOK_SECONDS = 1.0
 PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint", "save")
 """Phases of a stage whose time is in `summary.json`."""
@@ -140,7 +143,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
             raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
         with locked(folder, "envgym train"):
             (folder / STOP).unlink(missing_ok=True)
-            _save_steps(folder / "config.yaml", config.stages[-1].steps)
+            _save_changes(folder / "config.yaml", config)
             yield folder
         return
     if _is_stillborn(folder):
@@ -165,11 +168,21 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
             raise
 
 
-def _save_steps(file: Path, steps: int) -> None:
-    """Write down how far the last stage now goes, so that the next resume goes as far. All else stays as it was."""
-    saved = read_yaml(file)
-    if saved["stages"][-1]["steps"] != steps:
-        saved["stages"][-1]["steps"] = steps
+def _save_changes(file: Path, config: RunConfig) -> None:
+    """Write down how far the last stage now goes and where all of them run, so that the next resume does the same. All
+    else stays as it was."""
+    saved, now = read_yaml(file), config.model_dump(mode="json")
+    before = copy.deepcopy(saved)
+    saved["runtime"] = now["runtime"]
+    for old, new in zip(saved["stages"], now["stages"], strict=True):
+        for key in WHERE_IT_RUNS:
+            at, _, last = key.rpartition(".")
+            (old[at] if at else old)[last] = (new[at] if at else new)[last]
+        for role, own in new["roles"].items():
+            if own["workers"] or role in old["roles"]:
+                old["roles"].setdefault(role, {})["workers"] = own["workers"]
+    saved["stages"][-1]["steps"] = now["stages"][-1]["steps"]
+    if saved != before:
         write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
 
 
@@ -188,14 +201,19 @@ def _has_begun(folder: Path) -> bool:
     return any(True for pattern in ("metrics.jsonl", "*/metrics.jsonl") for _ in folder.glob(pattern))
 
 
-def resume_config(name_or_path: str, runs_dir: str, steps: Any = None) -> RunConfig:
+def resume_config(
+    name_or_path: str, runs_dir: str, steps: Any = None, changes: Mapping[str, Any] | None = None
+) -> RunConfig:
     """The saved configuration of a run, given by its name or its folder; its last stage now goes to `steps`, if they
-    are given. Raises `RunError` where it has gone further already."""
+    are given. `changes` are settings of where it runs (see `WHERE_IT_RUNS`), for all stages.
+
+    Raises `RunError` where it has gone further already.
+    """
     path = Path(name_or_path)
     folder = path if (path / "config.yaml").is_file() else Path(runs_dir) / name_or_path
     if not (folder / "config.yaml").is_file():
         raise RunError(f"there is no run {name_or_path!r} in {runs_dir}/ (see: envgym runs)")
-    config = resolve(file=folder / "config.yaml")
+    config = resolve(changes, file=folder / "config.yaml")
     config.runs_dir, config.name = str(folder.parent), folder.name
     last = config.stages[-1]
     if steps is not None:

@@ -135,7 +135,7 @@ MISTAKES = {
     "run to resume": (["train", "--resume", "nothing"], "'nothing'"),
     "settings of a resumed run": (
         ["train", "--resume", "nothing", "--env", "x", "learner.lr=1", "steps=9"],
-        "steps alone may be another: leave out --env, learner.lr=…",
+        "(workers, placement, colocate, engine.count): leave out --env, learner.lr=…",
     ),
     "evaluation without model": (["eval", "--env", "math_verify"], "needs --model"),
     "evaluation without environment": (["eval", "--model", "starter"], "which environment?"),

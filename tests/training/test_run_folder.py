@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from envgym.config.resolve import resolve
+from envgym.config.words import nested
 from envgym.disk import write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
 from envgym.training.checkpoints import set_aside
@@ -387,6 +388,19 @@ def test_a_run_is_resumed_with_more_steps_and_otherwise_its_own_settings(tmp_pat
     further.stages[0].steps = 5
     assert further.stages == config.stages
     assert resume_config("run", str(tmp_path)).stages == config.stages
+
+
+def test_a_run_may_go_on_elsewhere_and_stays_there(tmp_path):
+    config = begun(tmp_path / "run", 5)
+    changes = nested({"workers.ranks": 2, "engine.count": 3, "roles.actor.workers.zero_stage": 3}.items())
+    moved = resume_config("run", str(tmp_path), 8, {**changes, "runtime": "ray", "colocate": "all"})
+    assert moved.stages[0].workers_of("actor").zero_stage == 3
+    with claimed_folder(moved, resume=True):
+        pass
+    again = resume_config("run", str(tmp_path))
+    assert again == moved
+    assert (again.runtime, again.stages[0].workers.ranks, again.stages[0].engine.count) == ("ray", 2, 3)
+    assert again.stages[0].learner == config.stages[0].learner
 
 
 def test_of_several_stages_the_last_one_goes_further(tmp_path):
