@@ -24,6 +24,7 @@ from typing import Any
 from envgym.isolation.cancellation import is_shutdown
 
 from .runtime import close_object, describe_error, load_target
+from .watchdog import CallWatch, watched_thread
 
 _PR_SET_PDEATHSIG = 1
 
@@ -100,6 +101,7 @@ class Host:
         self._outbox = outbox
         self._worker: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._watch = CallWatch()
 
     def start(self, target: str, kwargs: dict[str, Any]) -> bool:
         try:
@@ -120,9 +122,10 @@ class Host:
                 self._tasks[call].cancel()
             return
         try:
-            result = getattr(self._worker, method)(*args, **kwargs)
+            with watched_thread():
+                result = getattr(self._worker, method)(*args, **kwargs)
             if inspect.isawaitable(result):
-                task = asyncio.ensure_future(self._finish(call, result))
+                task = asyncio.ensure_future(self._finish(call, method, result))
                 self._tasks[call] = task
                 task.add_done_callback(lambda _: self._tasks.pop(call))
             else:
@@ -130,9 +133,10 @@ class Host:
         except Exception as error:
             self._fail(call, error)
 
-    async def _finish(self, call: int, result: Any) -> None:
+    async def _finish(self, call: int, method: str, result: Any) -> None:
         try:
-            self._outbox.post((call, None, await result))
+            with self._watch.watching(method):
+                self._outbox.post((call, None, await result))
         except BaseException as error:
             if isinstance(error, SystemExit | KeyboardInterrupt) or is_shutdown(error):
                 raise

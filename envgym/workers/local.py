@@ -20,6 +20,7 @@ from envgym.errors import WorkerDied, WorkerError
 
 from .child import START, Outbox, read_frame
 from .runtime import rebuilt_error
+from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """The controller, engine and ranks share the cores, so threads that wait must sleep. But not at once: small models have
@@ -43,8 +44,10 @@ class LocalWorker:
         writer: asyncio.StreamWriter,
         *,
         whole_turns: bool = True,
+        watch: CallWatch | None = None,
     ) -> None:
         self._name = name
+        self._call_watch = watch or CallWatch()
         self.log = log
         self.pid = process.pid
         self._process = process
@@ -76,7 +79,8 @@ class LocalWorker:
         self._outbox.post((call, method, args, kwargs))
         answer = self._expect(call)
         try:
-            return await answer
+            with self._call_watch.watching(f"{self._name}: {method}"):
+                return await answer
         except asyncio.CancelledError:
             if self._pending.pop(call, None) is not None:
                 self._outbox.post((call, None, (), {}))
@@ -157,6 +161,7 @@ class LocalRuntime:
 
     def __init__(self, log_dir: Path | str, *, deterministic: bool = True) -> None:
         self._log_dir = Path(log_dir)
+        self._watch = CallWatch(self._log_dir / CONTROLLER_LOG)
         self._deterministic = deterministic
         self._spawning: list[asyncio.Task[LocalWorker]] = []
 
@@ -197,7 +202,7 @@ class LocalRuntime:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        return LocalWorker(name, log, process, reader, writer, whole_turns=self._deterministic)
+        return LocalWorker(name, log, process, reader, writer, whole_turns=self._deterministic, watch=self._watch)
 
 
 def _describe_status(status: int) -> str:

@@ -25,6 +25,7 @@ from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
 
 from . import guard
 from .runtime import Described, Slot, close_object, describe_error, load_target, rebuilt_error
+from .watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""
@@ -64,6 +65,7 @@ class Host:
         self._early: dict[int, asyncio.Future[None]] = {}
         self._forgotten: set[int] = set()
         self._running: dict[int, asyncio.Future[Any]] = {}
+        self._watch = CallWatch()
 
     async def start(self, target: str, kwargs: dict[str, Any]) -> Answer:
         try:
@@ -80,7 +82,8 @@ class Host:
         if number < self._next:  # forgotten before it came
             return _given_up(), None
         try:
-            result = getattr(self._worker, method)(*args, **kwargs)
+            with watched_thread():
+                result = getattr(self._worker, method)(*args, **kwargs)
             if not inspect.isawaitable(result):
                 return None, result
             self._running[number] = asyncio.ensure_future(result)
@@ -89,7 +92,8 @@ class Host:
         finally:
             self._begin_after(number)
         try:
-            return None, await self._running[number]
+            with self._watch.watching(method):
+                return None, await self._running[number]
         except asyncio.CancelledError:
             return _given_up(), None
         except Exception as error:
@@ -125,7 +129,8 @@ class Host:
 class RayWorker:
     """The controller's end of one actor. Made by `RayRuntime.start`."""
 
-    def __init__(self, name: str, log: Path, actor: Any) -> None:
+    def __init__(self, name: str, log: Path, actor: Any, watch: CallWatch | None = None) -> None:
+        self._call_watch = watch or CallWatch()
         self._name = name
         self.log = log
         self.pid = 0
@@ -153,7 +158,8 @@ class RayWorker:
             reference = self._actor.call.remote(number, method, args, kwargs)
             self._calls += 1
             try:
-                answer = await _future(reference)
+                with self._call_watch.watching(f"{self._name}: {method}"):
+                    answer = await _future(reference)
             except (asyncio.CancelledError, RayTaskError):  # given up, or never begun: later ones must not wait for it
                 self._actor.forget.remote(number)
                 raise
@@ -204,6 +210,7 @@ class RayRuntime:
 
     def __init__(self, log_dir: Path | str) -> None:
         self._log_dir = Path(log_dir).resolve()
+        self._watch = CallWatch(self._log_dir / CONTROLLER_LOG)
         self._workers: list[RayWorker] = []
         self._ours = False
         self._guard: subprocess.Popen[bytes] | None = None
@@ -279,7 +286,7 @@ class RayRuntime:
             .options(num_cpus=0, max_concurrency=CALLS_AT_ONCE, runtime_env={"env_vars": own}, **options)
             .remote(name, str(log), os.getcwd(), sys.path, keep_threads)
         )
-        worker = RayWorker(name, log, actor)
+        worker = RayWorker(name, log, actor, self._watch)
         self._workers.append(worker)
         try:
             await asyncio.wait_for(worker.start(target, kwargs), START_TIMEOUT)
@@ -313,7 +320,9 @@ class RayRuntime:
         except ImportError:
             raise missing_package("ray", "ray", "runtime=ray") from None
         if not ray.is_initialized():
-            local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": os.cpu_count(), "include_dashboard": False}
+            local = {"address": "local", "num_cpus": os.cpu_count(), "include_dashboard": False}
+            if "RAY_ADDRESS" in os.environ:
+                local = {}
             before = guard.children().get(os.getpid(), set())
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **local)
             self._ours = True

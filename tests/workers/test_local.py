@@ -305,3 +305,35 @@ def test_inline_has_the_same_interface(worker_module):
         await runtime.close()
 
     asyncio.run(main())
+
+
+def test_stacks_of_what_takes_long_are_in_the_logs(tmp_path, monkeypatch):
+    """Of a method that holds the worker, of one that waits in it, and of the controller that waits for both."""
+    monkeypatch.setenv("ENVGYM_STACKS_SECONDS", "0.2")
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, time\n"
+        "class Slow:\n"
+        "    def hold(self):\n        time.sleep(1.0)\n"
+        "    async def linger(self):\n        await asyncio.sleep(1.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def the_controller_waits(worker):
+        await worker.call("hold")
+        await worker.call("linger")
+
+    async def main():
+        runtime = LocalRuntime(tmp_path / "logs")
+        try:
+            await the_controller_waits(await runtime.start("slow:Slow", {}, name="slow"))
+        finally:
+            await runtime.close()
+
+    asyncio.run(main())
+    log = (tmp_path / "logs" / "slow.log").read_text()
+    assert 'slow.py", line 4 in hold' in log
+    assert "linger takes long" in log
+    assert "await asyncio.sleep(1.0)" in log
+    controller = (tmp_path / "logs" / "controller.log").read_text()
+    assert "slow: hold takes long" in controller
+    assert "the_controller_waits" in controller
