@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "serve an environment over HTTP",
     "serve-reward-model": "serve a reward model over HTTP",
     "config": "print what would run, without starting anything",
+    "plan": "print where a run's processes would go, and their memory",
     "model": "make a model from a recipe, or from an adapter and its base",
     "runs": "list run folders with their results",
     "stop": "stop a run of another terminal",

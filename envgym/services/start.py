@@ -118,9 +118,10 @@ def _make_clients(spec: EnvSpec, clients: dict[str, Client], runtime: Runtime, d
             part.clients[name] = by_key[declared.key]
 
 
-def worker_names(spec: EnvSpec) -> list[str]:
-    """The names of the workers that an environment's services will be: its reward models."""
-    return [WORKER.format(name) for name, declared in _declared(spec).items() if isinstance(declared, RewardModel)]
+def local_models(spec: EnvSpec) -> dict[str, str]:
+    """An environment's reward models, which become workers: each one's model, by the worker's name."""
+    declared = _declared(spec).items()
+    return {WORKER.format(name): service.model for name, service in declared if isinstance(service, RewardModel)}
 
 
 def _declared(spec: EnvSpec) -> dict[str, Service]:

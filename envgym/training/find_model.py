@@ -79,14 +79,18 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
     return validated(StageConfig, result(settings), "")
 
 
+def made_model(name: str) -> Path:
+    """The folder of the model that a recipe makes, which may be yet to come."""
+    makes_it = {key: value for key, value in load_recipe(name).items() if key != "model_settings"}
+    key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
+    return cache_folder("models") / f"{name}-{key}"
+
+
 async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
     """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
     stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
     runs on it changed."""
-    recipe = load_recipe(name)
-    makes_it = {key: value for key, value in recipe.items() if key != "model_settings"}
-    key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
-    final = cache_folder("models") / f"{name}-{key}"
+    recipe, final = load_recipe(name), made_model(name)
     if (final / "config.json").exists():
         return final
     with unfinished(final) as work:

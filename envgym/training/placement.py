@@ -15,7 +15,7 @@ from typing import Any
 from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
-from envgym.services.start import worker_names
+from envgym.services.start import local_models
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import Runtime, Slot, WorkerHandle
 
@@ -178,10 +178,11 @@ def _does_not_fit(
 # The machines there are, and starting workers where the plan has them
 
 
-def nodes_of(runtime: Runtime | None = None) -> list[Node]:
-    """The machines of a run: this one, or those of the Ray cluster that `runtime` is connected to."""
+def nodes_of(runtime: Runtime | None = None, *, free: bool = False) -> list[Node]:
+    """The machines of a run: this one, or those of the Ray cluster that `runtime` is connected to; with `free`, without
+    the GPUs that others hold."""
     if isinstance(runtime, RayRuntime):
-        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes()]
+        return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(free=free)]
     return [this_machine()]
 
 
@@ -239,5 +240,9 @@ def placed(stage: StageConfig, specs: Sequence[EnvSpec], runtime: Runtime, *, tr
 
     Raises `ConfigError` where something does not fit, before anything starts.
     """
-    services = dict.fromkeys(name for spec in specs for name in worker_names(spec))
-    return PlacedRuntime(runtime, plan_of(stage, list(services), nodes_of(runtime), trains=trains))
+    services = list(dict.fromkeys(name for spec in specs for name in local_models(spec)))
+    try:
+        plan = plan_of(stage, services, nodes_of(runtime, free=True), trains=trains)
+    except ConfigError:  # perhaps others will give back what they hold: that is waited for
+        plan = plan_of(stage, services, nodes_of(runtime), trains=trains)
+    return PlacedRuntime(runtime, plan)

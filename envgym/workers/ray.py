@@ -216,18 +216,23 @@ class RayRuntime:
         self._guard: subprocess.Popen[bytes] | None = None
         self._group: Any = None
         self._reserving: asyncio.Task[None] | None = None
+        self._nodes: list[str] = []
         self._gpus: list[list[int]] = []
         """The GPUs held on each machine, by Ray's numbers."""
 
-    def nodes(self) -> list[tuple[str, int, int]]:
-        """The cluster's machines that take workers: name, GPUs, bytes of memory. This one first, then by name."""
+    def nodes(self, *, free: bool = False) -> list[tuple[str, int, int]]:
+        """The cluster's machines that take workers: name, GPUs (with `free`, those that nobody holds), bytes of memory.
+        This one first, then by name; `reserve` and slots mean them by their number."""
         ray = self._ray()
         own = ray.get_runtime_context().get_node_id()
         found = [node for node in ray.nodes() if node["Alive"] and node["Resources"].keys() & {"CPU", "GPU"}]
         found.sort(key=lambda node: (node["NodeID"] != own, node["NodeName"], node["NodeID"]))
+        self._nodes = [node["NodeID"] for node in found]
+        left = ray._private.state.available_resources_per_node() if free else {}
+        resources = [left.get(node["NodeID"], node["Resources"]) for node in found]
         return [
-            (node["NodeName"], int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("memory", 0)))
-            for node in found
+            (node["NodeName"], int(there.get("GPU", 0)), int(node["Resources"].get("memory", 0)))
+            for node, there in zip(found, resources, strict=True)
         ]
 
     async def reserve(self, bundles: Sequence[int]) -> None:
@@ -244,7 +249,8 @@ class RayRuntime:
         from ray.util.placement_group import placement_group
 
         wanted = [{"CPU": LITTLE} | ({"GPU": float(gpus)} if gpus else {}) for gpus in bundles]
-        self._group = placement_group(wanted, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        there = [{"ray.io/node-id": node} for node in self._nodes[: len(bundles)]]
+        self._group = placement_group(wanted, bundle_label_selector=there or None)
         try:
             await asyncio.wait_for(_future(self._group.ready()), RESERVE_TIMEOUT)
         except TimeoutError:

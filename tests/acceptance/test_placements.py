@@ -38,6 +38,9 @@ PLACEMENTS = {
     "ray": ("--runtime", "ray", "workers.ranks=2"),
     "zero_3": ("workers.zero_stage=3",),
     "inline": ("debug=true",),
+    "turns": ("colocate=all", "workers.zero_stage=2"),
+    "two_engines": ("engine.count=2",),
+    "tensor_parallel_engine": ("engine.tensor_parallel=2",),
 }
 
 

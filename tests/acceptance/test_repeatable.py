@@ -72,6 +72,34 @@ def test_same_seed_same_run_and_a_killed_one_ends_with_the_same_bytes(envgym, tm
         store("repeatable", killed_after_step=kill_at, weights=weights(runs / "one"), steps=8)
 
 
+KILLS = 20
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_killed_twenty_times_at_random_ends_with_the_same_bytes(envgym, tmp_path, store):
+    """At any moment: while it starts, plays, learns, gives weights away or writes a checkpoint."""
+    words = (*SMALL, "steps=30", "checkpoint.every=1", "eval.every=0", "--name")
+    envgym(*words, "whole")
+    runs, drawn, killed_at = tmp_path / "runs", random.Random(), []
+    command = [*words, "killed"]
+    while len(killed_at) < KILLS:
+        run = subprocess.Popen([str(ENVGYM), *command], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        time.sleep(drawn.uniform(8.0, 22.0))
+        if run.poll() is not None:
+            break
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        metrics = runs / "killed" / "metrics.jsonl"
+        killed_at.append(metrics.read_text().count("\n") - 1 if metrics.exists() else None)
+        if (runs / "killed" / "config.yaml").exists():
+            command = ["train", "--resume", "killed"]
+    envgym("train", "--resume", "killed")
+    assert len(killed_at) == KILLS, "the run ended before it could be killed so often"
+    assert lasting(runs / "killed") == lasting(runs / "whole")
+    assert weights(runs / "killed") == weights(runs / "whole")
+    store("killed_twenty_times", killed_after_steps=killed_at, weights=weights(runs / "whole"))
+
+
 def test_another_seed_gives_another_run(envgym, tmp_path):
     envgym(*SMALL, "--name", "one", "steps=2")
     envgym(*SMALL, "--name", "two", "steps=2", "seed=1")

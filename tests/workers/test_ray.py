@@ -190,6 +190,7 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
         assert ray.available_resources().get("GPU", 0.0) == 1.0  # held, though Ray gave them to no worker
 
         other = RayRuntime(tmp_path / "other")
+        assert [gpus for _, gpus, _ in other.nodes(free=True)] == [0, 1]
         with pytest.raises(ConfigError, match=r"did not give this run 2 machines with 1 GPUs and 3 GPUs within 2 s"):
             await other.reserve([1, 3])
         await runtime.close()
@@ -199,7 +200,7 @@ def test_on_a_cluster_workers_are_where_the_plan_has_them(cluster, tmp_path, mon
 
 def test_a_cluster_of_one_gpu_is_refused_at_once_with_the_reason(tmp_path, monkeypatch):
     """A worker that waits for one would wait for the run's own engine to end."""
-    monkeypatch.setattr(RayRuntime, "nodes", lambda self: [("head", 1, 2**34)])
+    monkeypatch.setattr(RayRuntime, "nodes", lambda self, free=False: [("head", 1, 2**34)])
     stage = resolve({"env": "math_verify", "colocate": "none"}).stages[0]
     with pytest.raises(ConfigError, match=r"^actor needs 1 GPU; free are 0 of 1 on head: lower .*colocate=all"):
         placed(stage, [], RayRuntime(tmp_path))

@@ -1,0 +1,98 @@
+"""`envgym plan`: where every process of a run would go, and the memory it needs, without starting anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from envgym.errors import ConfigError
+
+from .errors import Invocation
+from .parser import Parser, add_run_options, resolve_options
+
+if TYPE_CHECKING:
+    from envgym.config.schema import RunConfig
+    from envgym.training.placement import Node
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "plan",
+        "[--env E] [--model M] [options] [key=value …]",
+        "Print which process of a run goes on which machine and GPUs, and the memory that each needs, by the model's "
+        "sizes. Nothing is started. Without --gpus it is planned for the machines there are: this one, or those of "
+        "the Ray cluster in RAY_ADDRESS.",
+        "envgym plan --env math_verify --model path/to/model workers.ranks=4 workers.zero_stage=3 --gpus 8",
+    )
+    add_run_options(parser)
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for machines with so many GPUs each")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of each (default 80)")
+    parser.add_argument("--machines", type=int, default=1, metavar="N", help="number of such machines (default 1)")
+    options, words = parser.parse_with_words(arguments)
+    for name in ("gpus", "machines"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {value}")
+    config = resolve_options(options, words)
+    invocation.debug |= config.debug
+
+    from envgym.training.memory import GIB
+    from envgym.training.placement import Node
+
+    if options.gpus is None:
+        nodes = _there(config)
+    else:
+        bytes_each = int(options.gpu_memory * GIB)
+        nodes = [Node(f"machine {number}", options.gpus, bytes_each) for number in range(options.machines)]
+    problems = [problem for number in range(len(config.stages)) for problem in _print_stage(config, number, nodes)]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(problems[0] + more)
+    return 0
+
+
+def _there(config: RunConfig) -> list[Node]:
+    """The machines there are."""
+    from envgym.training.placement import nodes_of
+    from envgym.workers.ray import RayRuntime
+
+    if config.runtime != "ray" or "RAY_ADDRESS" not in os.environ:
+        return nodes_of()
+    import asyncio
+
+    runtime = RayRuntime(".")
+    try:
+        return nodes_of(runtime)
+    finally:
+        asyncio.run(runtime.close())
+
+
+def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
+    """Print a stage's plan; returns what does not fit."""
+    from envgym.monitoring.report import aligned
+    from envgym.services.start import local_models
+    from envgym.training.memory import GIB, Needs
+    from envgym.training.placement import plan_of
+
+    stage = config.stages[number]
+    models = local_models(stage.make_spec())
+    plan = plan_of(stage, list(models), nodes)
+    needs = Needs(stage, plan, models)
+    if len(config.stages) > 1:
+        print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")
+    rows = [("part", "processes", "where", "GPUs", "GiB each", "of which")]
+    for part in plan.parts:
+        slots = [plan.slots[worker] for worker in part.workers]
+        where = ", ".join(dict.fromkeys(nodes[slot.node].name for slot in slots))
+        gpus = " ".join(",".join(map(str, slot.gpus)) for slot in slots) if plan.uses_gpus else "-"
+        memory = needs.of(part.name)
+        each, kinds = "?", "the model's sizes are not known before it is here"
+        if memory is not None:
+            each = f"{memory.total / GIB:.2f}"
+            kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in memory.parts.items())
+        rows.append((part.name, str(len(slots)), where, gpus or "-", each, kinds))
+    print(aligned(rows))
+    print()
+    totals = needs.totals()
+    print(aligned([(total.where, f"{total.needed / GIB:.2f} GiB", total.of_how_much()) for total in totals]))
+    return [total.problem() for total in totals if not total.fits]

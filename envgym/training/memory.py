@@ -1,0 +1,262 @@
+"""Memory that the parts of a stage need, estimated from the model's sizes before anything is loaded.
+
+What stays is counted: weights, gradients and AdamW's moments, and what ZeRO divides of them, as in S. Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3. What comes and goes
+(activations, buffers of communication) was fitted to measurements on a CPU, in float32 (`benchmarks/memory_plan.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envgym.config.recipes import makes_model
+from envgym.config.schema import RoleConfig, StageConfig
+from envgym.learner import LearnerConfig
+from envgym.models import is_path
+from envgym.workers.config import WorkersConfig
+from envgym.workers.runtime import Slot
+
+from .find_model import made_model
+from .placement import ENGINE, Plan
+from .run_folder import policy_of_run
+
+GIB = 2**30
+BUFFER_NUMBERS = 5e8
+"""Numbers in DeepSpeed's buckets at most."""
+BUFFERS = {0: 1.0, 1: 1.7, 2: 1.7, 3: 4.5}
+"""Copies of the weights' numbers, or of a bucket's where they are more, that communication needs, by ZeRO stage."""
+DEEPSPEED = 40 * 2**20
+"""Bytes of its own."""
+KEPT_LONGER = 1.2
+"""Share of activations in ZeRO stage 3, whose gathered parameters are held beside them."""
+LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
+"""What a process holds before it has a model, on the host: a rank, and an engine."""
+CPU_CACHE = 2 * GIB
+"""vLLM's cache on a CPU, unless it is told otherwise."""
+LOGITS_AT_ONCE = 2**25
+"""Of the output layer; see `envgym.workers.head`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a model, by the names of its config."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    key_value_width: int
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelSizes | None:
+        """Those of a model folder; None where it holds no config. Without weights parameters are counted as a dense
+        model of gated layers (Llama, Qwen) has them."""
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        config = config.get("text_config", config)
+        hidden, layers, vocabulary = (config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+        heads = config["num_attention_heads"]
+        head = config.get("head_dim") or hidden // heads
+        kv = head * config.get("num_key_value_heads", heads)
+        inner = config.get("intermediate_size") or 4 * hidden
+        layer = hidden * (2 * head * heads + 2 * kv) + 3 * hidden * inner + 2 * hidden
+        tables = 1 if config.get("tie_word_embeddings") else 2
+        counted = _numbers_of_files(folder) or layers * layer + tables * vocabulary * hidden + hidden
+        return cls(counted, hidden, layers, inner, vocabulary, kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by what they are for, at the worst moment; `host`: of those, what is in the machine's memory though the
+    part computes on a GPU."""
+
+    parts: Mapping[str, float]
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def of_rank(
+    sizes: ModelSizes,
+    settings: WorkersConfig,
+    learner: LearnerConfig | None,
+    *,
+    on_gpu: bool,
+    trained_share: float = 1.0,
+) -> Memory:
+    """A rank of a role. No learner: it only scores. `trained_share`: of the parameters, the share that learns (with an
+    adapter, little)."""
+    in_16_bits = settings.dtype in ("bfloat16", "float16") or (settings.dtype == "auto" and on_gpu)
+    width = 2 if in_16_bits else 4
+    numbers = sizes.parameters / settings.tensor_parallel
+    ranks = max(1, settings.ranks // settings.tensor_parallel)
+    stage = settings.zero_stage if learner is not None else 3 * settings.partitions(trained=False)
+    if learner is not None and in_16_bits:
+        stage = max(1, stage)
+    parts = {"weights": numbers * width / (ranks if stage == 3 else 1)}
+    host = 0.0
+    if learner is not None:
+        learns = numbers * trained_share
+        parts["gradients"] = 4 * learns / (ranks if stage >= 2 else 1)
+        moments = 4 * learns * (2 if stage == 0 else 3) / (ranks if stage >= 1 else 1)  # and float32 weights
+        if settings.offload_optimizer and on_gpu:
+            host += moments
+        else:
+            parts["optimizer"] = moments
+        parts["buffers"] = BUFFERS[stage] * 4 * min(learns, BUFFER_NUMBERS) + DEEPSPEED
+    kept = KEPT_LONGER if learner is not None and stage == 3 else 1.0
+    parts["activations"] = kept * _activations(sizes, settings, width, learns=learner is not None)
+    if settings.offload_parameters and on_gpu:
+        host += parts.pop("weights")
+    return Memory(parts, host)
+
+
+def _activations(sizes: ModelSizes, settings: WorkersConfig, width: int, *, learns: bool) -> float:
+    """Of a micro-batch: what every layer keeps for the backward pass (9 vectors of the model's width and 4 of its inner
+    one; with checkpointing the layer's input, and one layer's at a time), and the logits that exist at once."""
+    tokens = settings.tokens_per_microbatch
+    layer = 9 * sizes.hidden + 4 * sizes.intermediate
+    kept = layer if not learns else sizes.layers * layer
+    if learns and settings.gradient_checkpointing:
+        kept = sizes.layers * sizes.hidden + layer
+    logits = 3.5 * min(tokens * sizes.vocabulary, LOGITS_AT_ONCE)
+    return width * tokens * (kept + 6 * sizes.hidden) / settings.tensor_parallel + 4 * logits
+
+
+def of_engine(sizes: ModelSizes, stage: StageConfig, gpu_bytes: int | None) -> Memory:
+    """An engine, or each GPU of one: weights, and a cache for keys and values. On a GPU it takes its share whole."""
+    in_16_bits = stage.engine.dtype in ("bfloat16", "float16") or gpu_bytes is not None
+    weights = sizes.parameters * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
+    if gpu_bytes is None:
+        cache = float(stage.engine.args.get("kv_cache_memory_bytes", CPU_CACHE))
+    else:
+        share = float(stage.engine.args.get("gpu_memory_utilization", 0.5 if stage.colocate == "auto" else 0.85))
+        cache = max(0.0, share * gpu_bytes - weights)
+    return Memory({"weights": weights, "cache": cache})
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a GPU, or a machine, would hold at the worst moment; `there` is None where its size is not known."""
+
+    where: str
+    needed: float
+    there: float | None
+    parts: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.there is None or self.needed <= self.there
+
+    def of_how_much(self) -> str:
+        return "" if self.there is None else f"of {self.there / GIB:.2f} GiB"
+
+    def problem(self) -> str:
+        names = " and ".join(self.parts)
+        return (
+            f"{self.where} would need {self.needed / GIB:.2f} GiB for {names}, and has {(self.there or 0) / GIB:.2f}: "
+            "raise workers.zero_stage or workers.ranks, lower workers.tokens_per_microbatch, or offload"
+        )
+
+
+class Needs:
+    """The memory of a stage's parts where a plan has them. `models`: of reward models, by their workers' names."""
+
+    def __init__(self, stage: StageConfig, plan: Plan, models: Mapping[str, str]) -> None:
+        self._stage = stage
+        self._plan = plan
+        learner_class, self._learner = stage.learner_config()
+        self._roles = learner_class(self._learner).roles
+        self._models = {name.removeprefix("service-"): model for name, model in models.items()}
+
+    def of(self, part: str) -> Memory | None:
+        """What each process of a part needs; None where its model is not here to be looked at."""
+        stage, role = self._stage, self._roles.get(part)
+        own = stage.roles.get(part, RoleConfig()).model if role is not None else self._models.get(part)
+        if (sizes := ModelSizes.of(model_folder(own or stage.model))) is None:
+            return None
+        slot = self._slots(part)[0]
+        on_gpu = bool(slot.gpus)
+        if part == ENGINE:
+            return of_engine(sizes, stage, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
+        if role is None:  # a reward model
+            return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0)})
+        lora = stage.lora_of(part, role)
+        share = 1.0 if not lora.rank else min(1.0, _adapter_numbers(sizes, lora.rank) / sizes.parameters)
+        learner = self._learner if role.trained else None
+        return of_rank(sizes, stage.workers_of(part), learner, on_gpu=on_gpu, trained_share=share)
+
+    def totals(self) -> list[Total]:
+        """Every GPU and machine that is used. Parts that take turns with the engine are not there at the same time."""
+        found = []
+        for number, node in enumerate(self._plan.nodes):
+            here = [(part, slot) for part in self._plan.parts for slot in self._slots(part.name) if slot.node == number]
+            for gpu in sorted({gpu for _, slot in here for gpu in slot.gpus}):
+                on_it = [part.name for part, slot in here if gpu in slot.gpus]
+                needed = self._together(on_it)
+                found.append(Total(f"{node.name}, GPU {gpu}", needed, node.gpu_bytes, tuple(dict.fromkeys(on_it))))
+            on_host = [part.name for part, slot in here]
+            if on_host:
+                needed = sum(self._on_host(part.name, bool(slot.gpus)) for part, slot in here)
+                found.append(Total(node.name, needed, node.host_bytes, tuple(dict.fromkeys(on_host))))
+        return found
+
+    def _slots(self, part: str) -> list[Slot]:
+        return [self._plan.slots[worker] for one in self._plan.parts if one.name == part for worker in one.workers]
+
+    def _together(self, parts: Sequence[str]) -> float:
+        sizes = {part: memory.total * parts.count(part) for part in parts if (memory := self.of(part)) is not None}
+        if ENGINE in sizes and self._stage.colocate != "auto":
+            engine = sizes.pop(ENGINE)
+            return max(engine, sum(sizes.values()))
+        return sum(sizes.values())
+
+    def _on_host(self, part: str, on_gpu: bool) -> float:
+        memory = self.of(part)
+        own = LIBRARIES["engine" if part == ENGINE else "rank"]
+        if memory is None:
+            return own
+        return own + (memory.host if on_gpu else memory.total)
+
+
+def model_folder(name: str) -> Path:
+    """Where a model's config lies: its folder, what a recipe made, or what the hub's cache holds."""
+    if makes_model(name):
+        return made_model(name)
+    path = Path(name)
+    if path.is_dir() or is_path(name):
+        return policy_of_run(path) if (path / "config.yaml").exists() else path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return path
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else path
+
+
+def _adapter_numbers(sizes: ModelSizes, rank: int) -> float:
+    """Parameters of an adapter on every linear layer of a dense model."""
+    attention = 4 * sizes.hidden + 2 * (sizes.hidden + sizes.key_value_width)
+    return sizes.layers * rank * (attention + 3 * (sizes.hidden + sizes.intermediate))
+
+
+def _numbers_of_files(folder: Path) -> int:
+    """Parameters in a folder's safetensors files; 0 where there are none."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in header.items():
+            numbers = 1
+            for size in tensor.get("shape", ()):
+                numbers *= size
+            count += numbers if name != "__metadata__" else 0
+    return count
