@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import os
 import random
-import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,23 +23,23 @@ import transformers.modeling_utils  # noqa: F401  # here, not when a model is lo
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 from envgym.models.lora import LoraConfig
-from envgym.models.weights_file import Bucket, cut, write_bucket
 
-from . import checkpoint, device_transfer, reshard, tensor_parallel, zero
+from . import checkpoint, reshard, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
+from .export import WeightExport
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .network import TokenScorer, add_noise, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
-from .parameters import averaged_parameters, flops_per_token, n_numbers, whole_parameters
+from .parameters import averaged_parameters, flops_per_token, n_numbers
 from .sequence_parallel import Slices
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 
-class ModelWorker:
+class ModelWorker(WeightExport):
     """One rank of one model.
 
         worker = ModelWorker(role="actor", model="path/or/hub-id", learner="grpo", learner_config={...})
@@ -89,8 +87,6 @@ class ModelWorker:
         self._compared = ""
         """`RoleSpec.compared` of its role."""
         self.average: MovingAverage | None = None
-        self._buckets: Iterator[Any] = iter(())
-        self._sender: Any = None
         self._writer = checkpoint.Writer()
         if torch.cuda.is_available():
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -364,46 +360,6 @@ class ModelWorker:
 
     # -- weights and state --------------------------------------------------------------------------------
 
-    def begin_export(self, bucket_bytes: int) -> None:
-        """Begin to hand out all parameters under their Hugging Face names; `next_bucket` gives them.
-
-        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
-        is left out: it is a file of its own.
-        """
-        self._buckets = enumerate(cut(self._parameters(remove_duplicate=False, merged=False), bucket_bytes))
-
-    def next_bucket(self, path: str) -> Bucket | None:
-        """Write the next bucket to `path` (rank 0 does); None after the last."""
-        number, tensors = next(self._buckets, (0, None))
-        return write_bucket(number, path, tensors) if tensors is not None and self.rank == 0 else None
-
-    def offer(self, path: str, n_bytes: int) -> bool:
-        """Make an empty file at `path`, for others to look for, where its folder has room for `n_bytes`."""
-        try:
-            if shutil.disk_usage(Path(path).parent).free < n_bytes:
-                return False
-            Path(path).touch()
-        except OSError:
-            return False
-        return True
-
-    def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
-        """Meet the engines' workers at `host:port` (rank 0 does); returns what they are to receive each time."""
-        self._sender = device_transfer.open_nccl(self.network.model, address, world_size, self.rank)
-        return device_transfer.Parameters(self.network.model).described()
-
-    def send_nccl(self) -> None:
-        """Send all parameters to the engines, who receive at the same time."""
-        self._sender.send_weights()
-
-    def begin_ipc(self, bucket_bytes: int) -> None:
-        """Begin to show all parameters to engines on this rank's GPU; `next_ipc` says where they are."""
-        self._buckets = device_transfer.ipc_chunks(self.network.model, bucket_bytes)
-
-    def next_ipc(self) -> dict[str, Any] | None:
-        """The next chunk, by the name of this rank's GPU; None after the last. Those before have been read."""
-        return next(self._buckets, None)
-
     def export_adapter(self, folder: str) -> None:
         """Write the adapter as a folder in peft's form (rank 0 does)."""
         assert self.adapter is not None
@@ -480,28 +436,9 @@ class ModelWorker:
     def _load_of_others(self, folder: str, state: Mapping[str, Any]) -> None:
         """Go on from the state of another number of ranks or ZeRO stage: to the rounding, with random states anew."""
         assert self.learner is not None
-        problem = None
-        if max(state["tensor_parallel"], self.settings.tensor_parallel) > 1:
-            problem = f"a model is cut: set workers.tensor_parallel={state['tensor_parallel']}"
-        elif self.learner.config.optimizer != "adamw":
-            problem = f"learner.optimizer={self.learner.config.optimizer}"
-        elif self.average is not None:
-            problem = "learner.ema_decay is set"
-        if problem:
-            raise RunError(
-                f"the state in {folder} is of {state['world_size']} ranks and ZeRO stage {state['zero_stage']}, and "
-                f"cannot be spread anew where {problem}: resume with those"
-            )
-        named = self.engine.module.named_parameters()
-        shapes = {name: tuple(p.shape) for name, p in named if p.requires_grad}
-        read = partial(zero.read, mapped=True)
-        reshard.give(self.engine, reshard.parameters(Path(folder, "deepspeed"), shapes, read))
+        reshard.check(folder, state, self.settings, self.learner.config)
+        reshard.load(self.engine, Path(folder, "deepspeed"))
         self._seed_generators()
-
-    def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_parameters(
-            self.network.model, self.adapter, self.rank, remove_duplicate=remove_duplicate, merged=merged
-        )
 
     def _optimizer(self, json: Mapping[str, Any]) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
         """A function that makes the optimizer, where DeepSpeed's JSON does not name it."""

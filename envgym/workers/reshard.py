@@ -9,11 +9,12 @@ al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (202
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +22,13 @@ from envgym.errors import RunError
 
 from . import zero
 
+if TYPE_CHECKING:
+    from envgym.learner import LearnerConfig
+
+    from .config import WorkersConfig
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, of which the gradient's mean comes first."""
-Read = Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,34 @@ class Trained:
     step: float
 
 
-def parameters(folder: Path, shapes: Mapping[str, Sequence[int]], read: Read) -> Iterator[tuple[str, Trained]]:
-    """The trained parameters of a checkpoint that DeepSpeed wrote, one by one. `shapes`: of those of the model."""
+def check(folder: str, state: Mapping[str, Any], settings: WorkersConfig, learner: LearnerConfig) -> None:
+    """Raise `RunError` where the state of a rank of other ranks cannot be dealt out anew."""
+    problem = None
+    if max(state["tensor_parallel"], settings.tensor_parallel) > 1:
+        problem = f"a model is cut: set workers.tensor_parallel={state['tensor_parallel']}"
+    elif learner.optimizer != "adamw":
+        problem = f"learner.optimizer={learner.optimizer}"
+    elif learner.ema_decay:
+        problem = "learner.ema_decay is set"
+    if problem:
+        raise RunError(
+            f"the state in {folder} is of {state['world_size']} ranks and ZeRO stage {state['zero_stage']}, and "
+            f"cannot be spread anew where {problem}: resume with those"
+        )
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Let DeepSpeed's engine go on from what DeepSpeed wrote for other ranks."""
+    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    give(engine, parameters(folder, trained))
+
+
+def parameters(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Trained]]:
+    """The trained parameters of a checkpoint, one by one; `names`: those of the model, in order."""
+    read = partial(zero.read, mapped=True)
     shards = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
     if not shards:
-        yield from _of_one_file(folder, shapes, read)
+        yield from _of_one_file(read(str(folder / "mp_rank_00_model_states.pt")), names)
         return
     states = [read(str(shard))["optimizer_state_dict"] for shard in shards]
     if "fp32_flat_groups" in states[0]:
@@ -55,12 +83,11 @@ def _rank(shard: Path) -> int:
     return int(found[1])
 
 
-def _of_one_file(folder: Path, shapes: Mapping[str, Sequence[int]], read: Read) -> Iterator[tuple[str, Trained]]:
+def _of_one_file(state: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Trained]]:
     """Stage 0: every rank has all of it, and one has written it."""
-    state = read(str(folder / "mp_rank_00_model_states.pt"))
     moments = state["optimizer"]["state"]
     order = [number for group in state["optimizer"]["param_groups"] for number in group["params"]]
-    for name, number in zip(shapes, order, strict=True):
+    for name, number in zip(names, order, strict=True):
         own = moments[number]
         flat = {kind: own[kind].flatten() for kind in MOMENTS}
         yield name, Trained(state["module"][name].float().flatten(), flat, float(own["step"]))

@@ -1,0 +1,143 @@
+"""Weights on their way out of a worker: in files, or between GPUs by vLLM's own transfers (NCCL, and CUDA IPC on a GPU
+that both share).
+
+Written for vLLM 0.32. The controller tells the engines what to expect, so the trainer's side has nobody to call.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from envgym.models.weights_file import Bucket, cut, write_bucket
+
+from . import zero
+from .parameters import whole_parameters
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+
+
+class WeightExport:
+    """What a `ModelWorker` hands its weights out by. Ranks must be called together, but for `offer`."""
+
+    rank: int
+    network: Any
+    adapter: Adapter | None
+    _buckets: Iterator[Any] = iter(())
+    _sender: Any = None
+
+    def begin_export(self, bucket_bytes: int) -> None:
+        """Begin to hand out all parameters under their Hugging Face names; `next_bucket` gives them.
+
+        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
+        is left out: it is a file of its own.
+        """
+        self._buckets = enumerate(cut(self._parameters(remove_duplicate=False, merged=False), bucket_bytes))
+
+    def next_bucket(self, path: str) -> Bucket | None:
+        """Write the next bucket to `path` (rank 0 does); None after the last."""
+        number, tensors = next(self._buckets, (0, None))
+        return write_bucket(number, path, tensors) if tensors is not None and self.rank == 0 else None
+
+    def offer(self, path: str, n_bytes: int) -> bool:
+        """Make an empty file at `path`, for others to look for, where its folder has room for `n_bytes`."""
+        try:
+            if shutil.disk_usage(Path(path).parent).free < n_bytes:
+                return False
+            Path(path).touch()
+        except OSError:
+            return False
+        return True
+
+    def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
+        """Meet the engines' workers at `host:port` (rank 0 does); returns what they are to receive each time."""
+        self._sender = _open_nccl(self.network.model, address, world_size, self.rank)
+        return Parameters(self.network.model).described()
+
+    def send_nccl(self) -> None:
+        """Send all parameters to the engines, who receive at the same time."""
+        self._sender.send_weights()
+
+    def begin_ipc(self, bucket_bytes: int) -> None:
+        """Begin to show all parameters to engines on this rank's GPU; `next_ipc` says where they are."""
+        self._buckets = _ipc_chunks(self.network.model, bucket_bytes)
+
+    def next_ipc(self) -> dict[str, Any] | None:
+        """The next chunk, by the name of this rank's GPU; None after the last. Those before have been read."""
+        return next(self._buckets, None)
+
+    def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        return whole_parameters(
+            self.network.model, self.adapter, self.rank, remove_duplicate=remove_duplicate, merged=merged
+        )
+
+
+class Parameters:
+    """A model's parameters as vLLM's `WeightSource`: whole, on this rank's device, one at a time. Ranks must go through
+    them together."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        named = self._model.named_parameters(remove_duplicate=False)
+        return [ParamMeta(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in named]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            with zero.gathered(parameter):
+                yield name, parameter.detach()
+
+    def described(self) -> dict[str, Any]:
+        """What vLLM's NCCL engine is told to receive."""
+        found = self.metadata()
+        return {
+            "names": [one.name for one in found],
+            "dtype_names": [str(one.dtype).removeprefix("torch.") for one in found],
+            "shapes": [list(one.shape) for one in found],
+        }
+
+
+class Silent:
+    """vLLM's client of engines, where the controller makes its calls."""
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+def _open_nccl(model: torch.nn.Module, address: str, world_size: int, rank: int) -> Any:
+    """A sender to the engines' `world_size` - 1 workers, who must join at `host:port` at the same time."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    host, _, port = address.rpartition(":")
+    info = NCCLTrainerInitInfo(host, int(port), world_size, rank=rank)
+    return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Silent(), source=Parameters(model))
+
+
+def _ipc_chunks(model: torch.nn.Module, bucket_bytes: int) -> Iterator[dict[str, Any]]:
+    """The weights in a buffer of this rank's GPU that other processes on it may read: chunk by chunk, each to be read
+    before the next is asked for."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    for chunk in packed_ipc_producer(iter(Parameters(model)), uuid, lambda named: named[1], bucket_bytes):
+        torch.cuda.synchronize()
+        yield {
+            "names": chunk.names,
+            "shapes": chunk.shapes,
+            "dtype_names": chunk.dtype_names,
+            "tensor_sizes": chunk.tensor_sizes,
+            "ipc_handles": chunk.ipc_handle,
+        }
