@@ -178,6 +178,7 @@ def test_the_trained_policy_is_evaluated(run):
     assert "6 tasks, 6 episodes" in printed
 
 
+@pytest.mark.slow
 def test_demonstrations_are_learned_without_an_engine_and_a_finished_run_goes_further(tmp_path, tiny_model):
     program(
         tmp_path, "train", "--env", "math_verify", "--model", tiny_model, "--name", "taught", "agent=replay",

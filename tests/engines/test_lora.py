@@ -48,7 +48,7 @@ def policy(tiny_model):
     return Policy(tiny_model)
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("transformers", marks=pytest.mark.slow)])
 def engine(request, tiny_model, policy, tmp_path_factory):
     """An engine with the policy's base, which has to come before the first adapter: `call`, `generate`."""
     runner, runtime = asyncio.Runner(), LocalRuntime(tmp_path_factory.mktemp("logs"))

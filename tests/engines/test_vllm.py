@@ -180,6 +180,7 @@ def session_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_controller_leaves_no_engine(tiny_model, tmp_path):
     command = [sys.executable, "-c", CONTROLLER, str(tiny_model), str(tmp_path)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

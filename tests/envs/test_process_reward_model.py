@@ -82,6 +82,7 @@ def test_each_step_is_paid_and_the_worst_is_the_score(process_model, rows):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_policy_is_trained_on_it(process_model, rows, tiny_model, tmp_path, monkeypatch):
     """Its steps follow each other in one row, with nothing between them."""
     monkeypatch.chdir(tmp_path)

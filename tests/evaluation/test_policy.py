@@ -186,6 +186,7 @@ def test_a_cluster_that_no_task_has_is_refused(tiny_model, folder):
         run_evaluation(new_evaluation(settings(tiny_model), suite=suite), Display())
 
 
+@pytest.mark.slow
 def test_a_kill_repeats_and_loses_nothing_that_had_ended(tiny_model, folder):
     (folder / "suite.yaml").write_text("environments: {counted: {env: 'counted.py:Counted', tasks: 60, samples: 2}}\n")
     (folder / "slow").touch()
@@ -239,6 +240,7 @@ def test_ctrl_c_keeps_what_ended_and_says_how_to_go_on(tiny_model, folder):
     assert len(journal.played()) >= 5
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_which_nothing_was_scored_says_so(tiny_model, folder):
     (folder / "broken.py").write_text(COUNTED.replace('if self.task.id.endswith("3") and', "if"))
     words = ["--env", "broken.py:Counted", "--model", tiny_model, "engine.kind=transformers", "debug=true",

@@ -60,6 +60,7 @@ def test_rlhf_from_one_file(folder, tiny_model):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_answers_are_scored_and_taught_behind_their_score(folder, tiny_model, tiny_reward_model):
     words = ["stages.scored.data.path=answers.jsonl", f"stages.scored.env.models={tiny_reward_model}"]
     words += ["stages.taught.epochs=0.3", *SMALL]
@@ -81,6 +82,7 @@ def test_answers_are_scored_and_taught_behind_their_score(folder, tiny_model, ti
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_what_one_stage_plays_another_is_taught(folder, tiny_model):
     """And the model is still the one that the run began with."""
     (folder / "recipe.yaml").write_text(

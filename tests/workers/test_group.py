@@ -133,6 +133,7 @@ def test_two_ranks_learn_what_one_learns_in_bfloat16(
     assert float((steps[1] - steps[0]).norm() / steps[0].norm()) < 0.03  # rounding of bfloat16, nothing more
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_from_their_state(with_group, make_rows, denominators, tmp_path):
     async def body(group):
         async def step(seed):
@@ -214,6 +215,7 @@ def test_the_death_of_a_rank_fails_the_call_at_once(with_group, make_rows, denom
     with_group(body, ranks=2, zero_stage=2)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_does_not_wait_for_the_others(with_group, make_rows, denominators):
     async def body(group):
         rows = make_rows(6)
@@ -237,6 +239,7 @@ class Renamed:
         await self.handle.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_is_one_error_and_leaves_no_process(with_group, tmp_path):
     async def body(group):
         raise AssertionError("unreachable")

@@ -211,6 +211,7 @@ def test_named_layers_alone_get_an_adapter(make_worker, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_4_bit_weights_are_what_is_learned_on_and_merged_into(make_worker, make_rows, denominators, tmp_path, dtype):
     """The base is computed with in one way in every pass, and what is saved is the policy that learned."""
     rows = make_rows(6)

@@ -178,6 +178,7 @@ def test_the_learning_rate_is_the_one_given_to_step(make_worker, make_rows, deno
         pytest.param(3, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_in_bfloat16_many_micro_batches_add_up(
     make_worker, make_rows, denominators, plain_gradient_descent, zero_stage
 ):

@@ -84,6 +84,7 @@ def test_two_ranks_move_weights_as_one_does(moved, moved_by_one, tmp_path, setti
             torch.testing.assert_close(found[name], tensor, atol=5e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path, make_rows):
     """Not only parameters: this model's checkpoint has buffers that choose experts, and lacks the scalar head."""
     config = DeepseekV3Config(
@@ -125,6 +126,7 @@ def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path
         torch.testing.assert_close(torch.tensor(score), torch.tensor(other), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
     config = Qwen3Config(
         vocab_size=97,

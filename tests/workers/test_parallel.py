@@ -120,6 +120,7 @@ def test_two_ranks_do_what_one_does(with_group, one_step, one_rank, plain_gradie
 
 
 @pytest.mark.parametrize("how", ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_adam_learns_the_same_and_goes_on_from_its_state_and_what_is_saved_is_whole(
     with_group, make_rows, denominators, untied_model, tmp_path, how
 ):
