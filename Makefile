@@ -23,7 +23,7 @@ test-slow-training: .venv/installed-dev  ## Each part takes less than an hour an
 		tests/test_end_to_end.py
 
 test-slow-workers: .venv/installed-dev
-	$(BIN)/python -m pytest -q -m slow $(ACCEPTANCE)/test_cluster.py tests/workers tests/engines tests/learners
+	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners
 
 test-slow-environments: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py) \
