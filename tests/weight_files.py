@@ -16,8 +16,8 @@ def export(worker, path):
 
 async def export_group(group, path):
     """Write all of a `WorkerGroup`'s weights to `path`."""
-    await group.begin_export(ALL)
-    await group.next_bucket(str(path))
+    await group.on_all("begin_export", ALL)
+    await group.on_all("next_bucket", str(path))
 
 
 def bucket_of(path, number=0):

@@ -104,6 +104,12 @@ class Engine(Protocol):
         """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
         ...
 
+    async def close(self) -> None: ...
+
+
+class HostedEngine(Engine, Protocol):
+    """An engine in the process that holds it, whose weights and memory are another's to change."""
+
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer for a transfer of vLLM's own; `info` is what its engine is to be told."""
         ...
@@ -139,8 +145,6 @@ class Engine(Protocol):
     async def wake(self, part: str) -> None:
         """Take memory back for the `weights`, which must come first, or the `cache`."""
         ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

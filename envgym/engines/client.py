@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
-from envgym.models.weights_file import Bucket
 from envgym.workers.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .base import EngineInfo, Generation, Request
@@ -54,30 +53,9 @@ class EngineClient:
         scores: list[float] = await self._wait_for("score", token_ids)
         return scores
 
-    async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._control("connect", info)
-
-    async def sees(self, path: str) -> bool:
-        seen: bool = await self._control("sees", path)
-        return seen
-
-    async def begin_weights(self) -> None:
-        await self._control("begin_weights")
-
-    async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
-        await self._control("load_bucket", bucket)
-
-    async def end_weights(self, n_buckets: int, version: int) -> None:
-        await self._control("end_weights", n_buckets, version)
-
-    async def load_adapter(self, path: str, version: int) -> None:
-        await self._control("load_adapter", path, version)
-
-    async def sleep(self, level: int) -> None:
-        await self._control("sleep", level)
-
-    async def wake(self, part: str) -> None:
-        await self._control("wake", part)
+    async def tell(self, method: str, *args: Any) -> Any:
+        """Make a call of `HostedEngine`."""
+        return await self._control(method, *args)
 
     async def close(self) -> None:
         if self._watching is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.isolation.deadline import pause_timeouts
-from envgym.models.weights_file import Bucket
 
 from .base import EngineInfo, Generation, Request
 from .client import EngineClient
@@ -22,6 +21,7 @@ MOST_DEATHS = 8
 """Deaths, for each engine of the pool, after which another start is not worth it."""
 UNEVEN = 1.5
 """Share of the mean load above which an engine is left out, though it has the group's prompt already."""
+WEIGHTS = ("begin_weights", "load_bucket", "end_weights")
 REMEMBERED = 2**16
 """Conversations and groups whose engine is known."""
 
@@ -108,29 +108,10 @@ class EnginePool:
         """The engines that live."""
         return [member.client for member in self.members]
 
-    async def connect(self, info: Mapping[str, Any]) -> None:
-        await self._each("connect", info)
-
-    async def sees(self, path: str) -> bool:
-        return all(await self._each("sees", path))
-
-    async def begin_weights(self) -> None:
-        await self._each("begin_weights", losing=WorkerError)
-
-    async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
-        await self._each("load_bucket", bucket, losing=WorkerError)
-
-    async def end_weights(self, n_buckets: int, version: int) -> None:
-        await self._each("end_weights", n_buckets, version, losing=WorkerError)
-
-    async def load_adapter(self, path: str, version: int) -> None:
-        await self._each("load_adapter", path, version)
-
-    async def sleep(self, level: int) -> None:
-        await self._each("sleep", level)
-
-    async def wake(self, part: str) -> None:
-        await self._each("wake", part)
+    async def tell(self, method: str, *args: Any) -> list[Any]:
+        """Make a call of `HostedEngine` to every engine. One that fails at new weights is replaced like one that died:
+        half of them are no policy."""
+        return await self._each("tell", method, *args, losing=WorkerError if method in WEIGHTS else WorkerDied)
 
     async def close(self) -> None:
         for task in self._replacing:
@@ -172,8 +153,8 @@ class EnginePool:
         return chosen
 
     async def _each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
-        """What the engines that live answer, which may be none. One that dies of it is replaced, or fails at it with an
-        error of the kind `losing`: half of the new weights are no policy."""
+        """What the engines that live answer, which may be none. One that fails with an error of the kind `losing` is
+        replaced."""
         members = list(self.members)
         results = await asyncio.gather(
             *(getattr(member.client, method)(*args) for member in members), return_exceptions=True

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
-from envgym.models.weights_file import Bucket, read_bucket
+from envgym.models.weights_file import Bucket, Update, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 
 from .base import EngineInfo, Generation, Request, check_fits
 from .model_folder import check_model_folder, end_tokens
-from .weight_update import Update
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
@@ -42,7 +41,7 @@ GPU_SHARE_IN_TURNS = 0.85
 
 
 class VLLMEngine:
-    """Implements `envgym.engines.base.Engine`.
+    """Implements `envgym.engines.base.HostedEngine`.
 
     dtype          `auto` (float32 on a CPU, bfloat16 elsewhere: what the workers take) or a torch dtype's name
     max_model_len  context length in tokens, prompt and answer together; None takes the model's

@@ -121,7 +121,7 @@ class Checkpoints:
     async def _finish(self, folder: Path, step: int, state: str, best: dict[str, Any] | None) -> None:
         try:
             for role in self._components.trained_roles:
-                await self._components.workers[role].finish_save()
+                await self._components.workers[role].on_all("finish_save")
             # In a thread: until the disk has all of it, others go on (a server of environments, say).
             await asyncio.to_thread(self._folder.keep_checkpoint, folder, step, state, best, self._keep)
         except (EnvgymError, OSError):

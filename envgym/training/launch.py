@@ -90,13 +90,6 @@ class StageContext:
     closing: AsyncExitStack
     """Closes, before the runtime, whatever is registered here."""
 
-    def roles_in_turns(self, stage: StageConfig) -> list[str]:
-        """The roles that share GPUs with the engine in turns, as the settings ask for."""
-        if stage.colocate == "auto" or not isinstance(self.runtime, PlacedRuntime):
-            return []
-        plan = self.runtime.plan
-        return [part.name for part in plan.parts if part.name != ENGINE and plan.shares_gpus(part.name, ENGINE)]
-
 
 @asynccontextmanager
 async def running(config: RunConfig, folder: RunFolder) -> AsyncIterator[Runtime]:
@@ -155,7 +148,7 @@ async def start_components(
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
-    sharing = context.roles_in_turns(stage)
+    sharing = roles_in_turns(stage, context.runtime)
     if agent.uses_policy:
         sampling = asyncio.create_task(
             start_sampling(
@@ -198,6 +191,14 @@ async def start_components(
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
+
+
+def roles_in_turns(stage: StageConfig, runtime: Runtime) -> list[str]:
+    """The roles that share GPUs with the engine in turns, as the settings ask for."""
+    if stage.colocate == "auto" or not isinstance(runtime, PlacedRuntime):
+        return []
+    plan = runtime.plan
+    return [part.name for part in plan.parts if part.name != ENGINE and plan.shares_gpus(part.name, ENGINE)]
 
 
 async def start_role(
@@ -253,7 +254,7 @@ async def start_sampling(
         return api, 0
     engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, lora_rank, sleeps)
     if sleeps:
-        await engine.sleep(1)
+        await engine.tell("sleep", 1)
     for context in contexts:
         context.services.bind_policy(
             agent.renderer, engine, max_model_len, deterministic=config.deterministic, seed=config.seed

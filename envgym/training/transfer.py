@@ -64,21 +64,22 @@ class FileTransfer:
 
         async def following() -> Bucket | None:
             paths.append(prefix.with_name(f"{prefix.name}-{next(numbers)}.safetensors"))
-            return await self._actor.next_bucket(str(paths[-1]))
+            bucket: Bucket | None = (await self._actor.on_all("next_bucket", str(paths[-1])))[0]
+            return bucket
 
         try:
-            await engines.begin_weights()
-            await self._actor.begin_export(self._bucket_bytes)
+            await engines.tell("begin_weights")
+            await self._actor.on_all("begin_export", self._bucket_bytes)
             bucket = await following()
             while bucket is not None:
-                loading = asyncio.ensure_future(engines.load_bucket(bucket))
+                loading = asyncio.ensure_future(engines.tell("load_bucket", bucket))
                 try:
                     after = await following()
                 finally:
                     await loading
                 paths.pop(0).unlink(missing_ok=True)
                 n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, after
-            await engines.end_weights(n_buckets, version)
+            await engines.tell("end_weights", n_buckets, version)
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
@@ -102,7 +103,7 @@ class FileTransfer:
     async def _is_shared(self, path: Path, engines: EnginePool, n_bytes: int) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            return await self._actor.offer(str(path), n_bytes) and await engines.sees(str(path))
+            return await self._actor.offer(str(path), n_bytes) and all(await engines.tell("sees", str(path)))
         finally:
             path.unlink(missing_ok=True)
 
@@ -120,9 +121,9 @@ class NcclTransfer:
         began = time.monotonic()
         if self._connected != engines.clients:
             await self._connect(engines)
-        await engines.begin_weights()
-        await asyncio.gather(self._actor.on_all("send_nccl"), engines.load_bucket(self._described))
-        await engines.end_weights(1, version)
+        await engines.tell("begin_weights")
+        await asyncio.gather(self._actor.on_all("send_nccl"), engines.tell("load_bucket", self._described))
+        await engines.tell("end_weights", 1, version)
         return Receipt(_bytes_of(self._actor), time.monotonic() - began)
 
     async def _connect(self, engines: EnginePool) -> None:
@@ -131,7 +132,7 @@ class NcclTransfer:
         world_size = 1 + self._workers_per_engine * len(engines.clients)
         shared = {"master_address": host, "master_port": int(port), "world_size": world_size, "packed": True}
         meeting = [
-            client.connect({**shared, "rank_offset": 1 + number * self._workers_per_engine})
+            client.tell("connect", {**shared, "rank_offset": 1 + number * self._workers_per_engine})
             for number, client in enumerate(engines.clients)
         ]
         described, *_ = await asyncio.gather(self._actor.on_all("open_nccl", address, world_size), *meeting)
@@ -150,16 +151,16 @@ class IpcTransfer:
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         began = time.monotonic()
         if self._connected != engines.clients:
-            await engines.connect({"packed": True})
+            await engines.tell("connect", {"packed": True})
             self._connected = engines.clients
-        await engines.begin_weights()
+        await engines.tell("begin_weights")
         await self._actor.on_all("begin_ipc", self._bucket_bytes)
         n_buckets = 0
         while (chunks := await self._actor.on_all("next_ipc"))[0] is not None:
             handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
-            await engines.load_bucket({**chunks[0], "ipc_handles": handles})
+            await engines.tell("load_bucket", {**chunks[0], "ipc_handles": handles})
             n_buckets += 1
-        await engines.end_weights(n_buckets, version)
+        await engines.tell("end_weights", n_buckets, version)
         return Receipt(_bytes_of(self._actor), time.monotonic() - began)
 
 

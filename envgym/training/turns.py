@@ -29,7 +29,7 @@ class Turns:
         if not self._roles or not self._sampling:
             return
         assert self._pool is not None
-        await self._pool.sleep(2 if for_new_weights and not self._keeps_weights else 1)
+        await self._pool.tell("sleep", 2 if for_new_weights and not self._keeps_weights else 1)
         await asyncio.gather(*(group.on_all("onload") for group in self._roles.values()))
         self._sampling = False
 
@@ -43,14 +43,14 @@ class Turns:
         if self._roles:
             assert self._pool is not None
             await asyncio.gather(*(group.on_all("offload", role == "actor") for role, group in self._roles.items()))
-            await self._pool.wake("weights")
+            await self._pool.tell("wake", "weights")
         if send is not None:
             await send()
         if self._roles:
             assert self._pool is not None
             if "actor" in self._roles:
                 await self._roles["actor"].on_all("offload", False)
-            await self._pool.wake("cache")
+            await self._pool.tell("wake", "cache")
             self._sampling = True
 
     @asynccontextmanager

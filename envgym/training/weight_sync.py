@@ -90,7 +90,7 @@ class WeightSync:
         folder = await self.files.place(engine, 8 * self.actor.info["n_trained"])
         try:
             await self.actor.export_adapter(str(folder))
-            await engine.load_adapter(str(folder), version)
+            await engine.tell("load_adapter", str(folder), version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import TrainSample
 from envgym.models.lora import LoraConfig
-from envgym.models.weights_file import Bucket
 
 from .config import WorkersConfig
 from .layout import micro_batches
@@ -138,15 +137,6 @@ class WorkerGroup:
 
     # -- weights and state --------------------------------------------------------------------------------
 
-    async def begin_export(self, bucket_bytes: int) -> None:
-        """Begin to hand out all parameters, in buckets of so many bytes."""
-        await self.on_all("begin_export", bucket_bytes)
-
-    async def next_bucket(self, path: str) -> Bucket | None:
-        """Write the next bucket to a file on rank 0's machine; None after the last."""
-        bucket: Bucket | None = (await self.on_all("next_bucket", path))[0]
-        return bucket
-
     async def offer(self, path: str, n_bytes: int) -> bool:
         """Make an empty file on rank 0's machine; False where its folder has no room for `n_bytes`."""
         made: bool = await self._handles[0].call("offer", path, n_bytes)
@@ -173,10 +163,6 @@ class WorkerGroup:
         """Write weights, optimizer and random states, exactly, as they are now. Without `waits` it is only begun, and
         ends with `finish_save`: the ranks may learn on meanwhile."""
         await self._on_each("save_state", [(folder,)] * len(self._handles), waits=waits)
-
-    async def finish_save(self) -> None:
-        """Return once the disk has what was begun."""
-        await self.on_all("finish_save")
 
     async def load_state(self, folder: str) -> None:
         """Go on from `save_state`."""

@@ -78,13 +78,13 @@ KILLS = 20
 @pytest.mark.timeout(1800)
 def test_a_run_killed_twenty_times_at_random_ends_with_the_same_bytes(envgym, tmp_path, store):
     """At any moment: while it starts, plays, learns, gives weights away or writes a checkpoint."""
-    words = (*SMALL, "steps=30", "checkpoint.every=1", "eval.every=0", "--name")
+    words = (*SMALL, "steps=150", "checkpoint.every=1", "eval.every=0", "--name")
     envgym(*words, "whole")
     runs, drawn, killed_at = tmp_path / "runs", random.Random(), []
     command = [*words, "killed"]
     while len(killed_at) < KILLS:
         run = subprocess.Popen([str(ENVGYM), *command], cwd=tmp_path, stdout=subprocess.DEVNULL)
-        time.sleep(drawn.uniform(8.0, 22.0))
+        time.sleep(drawn.uniform(5.0, 13.0))
         if run.poll() is not None:
             break
         os.kill(run.pid, signal.SIGKILL)

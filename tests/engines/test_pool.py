@@ -32,10 +32,10 @@ class Fake:
             raise self.error
         return [float(self.number)]
 
-    async def load_bucket(self, bucket):
+    async def tell(self, method, *args):
         if isinstance(self.error, WorkerError):
             raise self.error
-        self.loaded.append(bucket)
+        self.loaded.append((method, *args))
 
     async def steps(self):
         return 1
@@ -180,8 +180,8 @@ def test_where_none_is_left_requests_wait_and_their_clocks_stand_still():
 def test_weights_go_to_all_and_all_are_probed():
     async def main():
         world = World(count=3)
-        await world.pool.load_bucket("bucket")
-        assert [fake.loaded for fake in world.fakes] == [["bucket"]] * 3
+        await world.pool.tell("load_bucket", 1)
+        assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)]] * 3
         world.fakes[1].error = WorkerDied("gone")
         assert await world.pool.probe((1, 2)) == [[0.0], [2.0]]
 
@@ -192,9 +192,9 @@ def test_an_engine_that_has_half_of_the_weights_leaves_the_pool():
     async def main():
         world = World(count=2)
         world.fakes[1].error = WorkerError("bucket 1 of the weights has changed on its way")
-        await world.pool.load_bucket("bucket")
+        await world.pool.tell("load_bucket", 1)
         await asyncio.sleep(0.01)
-        assert [fake.loaded for fake in world.fakes] == [["bucket"], [], []]
+        assert [fake.loaded for fake in world.fakes] == [[("load_bucket", 1)], [], []]
         assert world.notes == ["bucket 1 of the weights has changed on its way; starting another"]
 
     asyncio.run(main())

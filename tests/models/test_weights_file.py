@@ -2,9 +2,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from envgym.engines.weight_update import Update
 from envgym.errors import WorkerError
-from envgym.models.weights_file import cut, read_bucket, write_bucket, write_weights
+from envgym.models.weights_file import Update, cut, read_bucket, write_bucket, write_weights
 
 
 def test_what_is_written_is_read_back(tmp_path):

@@ -101,7 +101,8 @@ class World:
     async def save_state(self, path: str, *, waits: bool) -> None:
         pass
 
-    async def finish_save(self) -> None:
+    async def on_all(self, method: str) -> None:
+        assert method == "finish_save"
         await self.may_write.wait()
 
     async def load_state(self, path: str) -> None:
@@ -222,7 +223,7 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_the_run_ends_once_it_
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(folder):
     class Full(World):
-        async def finish_save(self) -> None:
+        async def on_all(self, method: str) -> None:
             raise RunError("no space left on device")
 
     trainer = trainer_of(folder, Full())

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError, RunError, WorkerError
-from envgym.models.weights_file import read_bucket
+from envgym.models.weights_file import read_bucket, write_bucket
 from envgym.training import transfer as module
 from envgym.training.transfer import FileTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
@@ -25,6 +25,9 @@ class Reader:
     def __init__(self, folder=None, spoil=lambda bucket: bucket):
         self.folder, self.spoil = folder, spoil
         self.tensors, self.most_files, self.calls, self.version = {}, 0, [], None
+
+    async def tell(self, method, *args):
+        return await getattr(self, method)(*args)
 
     async def sees(self, path):
         return self.folder is None or Path(path).parent == self.folder
@@ -94,17 +97,15 @@ class Actor:
         Path(path).touch()
         return Path(path).parent not in self.full
 
-    async def begin_export(self, bucket_bytes):
-        self.left = 2
-
-    async def next_bucket(self, path):
-        from envgym.models.weights_file import write_bucket
-
-        self.calls.append(path)
-        self.left -= 1
-        return write_bucket(1 - self.left, path, {str(self.left): torch.ones(2)}) if self.left >= 0 else None
-
     async def on_all(self, method, *args):
+        if method == "begin_export":
+            self.left = 2
+            return [None]
+        if method == "next_bucket":
+            self.calls.append(args[0])
+            self.left -= 1
+            tensors = {str(self.left): torch.ones(2)}
+            return [write_bucket(1 - self.left, args[0], tensors) if self.left >= 0 else None]
         self.calls.append((method, *args))
         answers = {"address": "10.0.0.1:5000", "open_nccl": {"names": ["w"], "shapes": [[4]]}}
         if method == "next_ipc":

@@ -14,11 +14,8 @@ class Side:
     async def on_all(self, method, *args):
         self.told.append((self.name, method, *args))
 
-    async def sleep(self, level):
-        self.told.append(("engines", "sleep", level))
-
-    async def wake(self, part):
-        self.told.append(("engines", "wake", part))
+    async def tell(self, *call):
+        self.told.append(("engines", *call))
 
 
 def begun(*roles, **settings):
