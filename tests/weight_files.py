@@ -1,5 +1,6 @@
 """Weights of workers and engines in one file, as tests compare them."""
 
+import os
 from pathlib import Path
 
 from envgym.models.weights_file import Bucket, checksum, read_weights
@@ -10,14 +11,15 @@ ALL = 2**40
 
 def export(worker, path):
     """Write all of a `ModelWorker`'s weights to `path`."""
-    worker.begin_export(ALL)
-    worker.next_bucket(str(path))
+    worker.begin_export(ALL, str(path))
+    os.replace(worker.next_bucket().path, path)
 
 
 async def export_group(group, path):
     """Write all of a `WorkerGroup`'s weights to `path`."""
-    await group.on_all("begin_export", ALL)
-    await group.on_all("next_bucket", str(path))
+    await group.on_all("begin_export", ALL, str(path))
+    bucket, *_ = await group.on_all("next_bucket")
+    os.replace(bucket.path, path)
 
 
 def bucket_of(path, number=0):

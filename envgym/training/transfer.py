@@ -8,6 +8,7 @@ they have all of them; one that fails on the way leaves the pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
 import time
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from envgym.config.schema import SyncConfig
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
-from envgym.errors import ConfigError, RunError, WorkerDied
+from envgym.errors import ConfigError, RunError, WorkerDied, WorkerError
 from envgym.models.weights_file import Bucket
 from envgym.workers.group import WorkerGroup
 
@@ -51,39 +52,34 @@ class FileTransfer:
 
     def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int) -> None:
         self._actor = actor
-        self._folders = [MEMORY, Path(tempfile.gettempdir()), shared]
+        self._folders = [MEMORY, Path(tempfile.gettempdir()), shared.absolute()]
         self._bucket_bytes = bucket_bytes
         self._found: tuple[list[EngineClient], Path] | None = None
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         began = time.monotonic()
         prefix = await self.place(engines, BUCKETS_AT_ONCE * self._bucket_bytes)
-        numbers = iter(range(2**31))
         n_buckets = n_bytes = 0
-        paths: list[Path] = []
-
-        async def following() -> Bucket | None:
-            paths.append(prefix.with_name(f"{prefix.name}-{next(numbers)}.safetensors"))
-            bucket: Bucket | None = (await self._actor.on_all("next_bucket", str(paths[-1])))[0]
-            return bucket
-
+        await engines.tell("begin_weights")
+        await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix))
         try:
-            await engines.tell("begin_weights")
-            await self._actor.on_all("begin_export", self._bucket_bytes)
-            bucket = await following()
+            bucket = await self._following()
             while bucket is not None:
                 loading = asyncio.ensure_future(engines.tell("load_bucket", bucket))
                 try:
-                    after = await following()
+                    after = await self._following()
                 finally:
                     await loading
-                paths.pop(0).unlink(missing_ok=True)
                 n_buckets, n_bytes, bucket = n_buckets + 1, n_bytes + bucket.n_bytes, after
-            await engines.tell("end_weights", n_buckets, version)
         finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(WorkerError):  # who is dead removes nothing
+                await self._actor.on_first("end_export")
+        await engines.tell("end_weights", n_buckets, version)
         return Receipt(n_bytes, time.monotonic() - began)
+
+    async def _following(self) -> Bucket | None:
+        bucket: Bucket | None = (await self._actor.on_all("next_bucket"))[0]
+        return bucket
 
     async def place(self, engines: EnginePool, n_bytes: int) -> Path:
         """A path that rank 0 can write to and the engines can read, the beginning of files' names."""
@@ -102,10 +98,12 @@ class FileTransfer:
 
     async def _is_shared(self, path: Path, engines: EnginePool, n_bytes: int) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not await self._actor.on_first("offer", str(path), n_bytes):
+            return False
         try:
-            return await self._actor.offer(str(path), n_bytes) and all(await engines.tell("sees", str(path)))
+            return all(await engines.tell("sees", str(path)))
         finally:
-            path.unlink(missing_ok=True)
+            await self._actor.on_first("withdraw", str(path))
 
 
 class NcclTransfer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,7 +91,7 @@ class WeightSync:
             await self.actor.export_adapter(str(folder))
             await engine.tell("load_adapter", str(folder), version)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            await self.actor.on_first("withdraw", str(folder))
 
     async def _score_probe(self) -> list[float]:
         """The actor's log-probabilities of the probe."""

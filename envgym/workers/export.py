@@ -29,20 +29,34 @@ class WeightExport:
     network: Any
     adapter: Adapter | None
     _buckets: Iterator[Any] = iter(())
+    _prefix = ""
+    _files: list[str]
     _sender: Any = None
 
-    def begin_export(self, bucket_bytes: int) -> None:
-        """Begin to hand out all parameters under their Hugging Face names; `next_bucket` gives them.
+    def begin_export(self, bucket_bytes: int, prefix: str) -> None:
+        """Begin to hand out all parameters under their Hugging Face names, in files whose names begin with `prefix`;
+        `next_bucket` gives them, and `end_export` ends it.
 
         `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
         is left out: it is a file of its own.
         """
         self._buckets = enumerate(cut(self._parameters(remove_duplicate=False, merged=False), bucket_bytes))
+        self._prefix, self._files = prefix, []
 
-    def next_bucket(self, path: str) -> Bucket | None:
-        """Write the next bucket to `path` (rank 0 does); None after the last."""
+    def next_bucket(self) -> Bucket | None:
+        """Write the next bucket (rank 0 does); None after the last. By now all but the one before have been read."""
         number, tensors = next(self._buckets, (0, None))
-        return write_bucket(number, path, tensors) if tensors is not None and self.rank == 0 else None
+        if tensors is None or self.rank:
+            return None
+        if len(self._files) == 2:
+            Path(self._files.pop(0)).unlink(missing_ok=True)
+        self._files.append(f"{self._prefix}-{number}.safetensors")
+        return write_bucket(number, self._files[-1], tensors)
+
+    def end_export(self) -> None:
+        """Remove the files that are left."""
+        for path in self._files:
+            Path(path).unlink(missing_ok=True)
 
     def offer(self, path: str, n_bytes: int) -> bool:
         """Make an empty file at `path`, for others to look for, where its folder has room for `n_bytes`."""
@@ -53,6 +67,13 @@ class WeightExport:
         except OSError:
             return False
         return True
+
+    def withdraw(self, path: str) -> None:
+        """Remove a file, or a folder, that this rank has made for others."""
+        if Path(path).is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            Path(path).unlink(missing_ok=True)
 
     def open_nccl(self, address: str, world_size: int) -> dict[str, Any]:
         """Meet the engines' workers at `host:port` (rank 0 does); returns what they are to receive each time."""

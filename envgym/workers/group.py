@@ -137,10 +137,9 @@ class WorkerGroup:
 
     # -- weights and state --------------------------------------------------------------------------------
 
-    async def offer(self, path: str, n_bytes: int) -> bool:
-        """Make an empty file on rank 0's machine; False where its folder has no room for `n_bytes`."""
-        made: bool = await self._handles[0].call("offer", path, n_bytes)
-        return made
+    async def on_first(self, method: str, *args: Any) -> Any:
+        """Call a method of rank 0's `ModelWorker` that concerns no other."""
+        return await self._handles[0].call(method, *args)
 
     async def on_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank's `ModelWorker`; results in the order of ranks."""

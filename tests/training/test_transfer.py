@@ -93,19 +93,26 @@ class Actor:
     def __init__(self, full=()):
         self.full, self.calls, self.left = full, [], 2
 
-    async def offer(self, path, n_bytes):
-        Path(path).touch()
-        return Path(path).parent not in self.full
+    async def on_first(self, method, *args):
+        if method == "offer":
+            Path(args[0]).touch()
+            return Path(args[0]).parent not in self.full
+        if method == "withdraw":
+            Path(args[0]).unlink()
+        if method == "end_export":
+            for path in self.calls:
+                Path(path).unlink()
 
     async def on_all(self, method, *args):
         if method == "begin_export":
-            self.left = 2
+            self.left, self.prefix = 2, args[1]
             return [None]
         if method == "next_bucket":
-            self.calls.append(args[0])
             self.left -= 1
-            tensors = {str(self.left): torch.ones(2)}
-            return [write_bucket(1 - self.left, args[0], tensors) if self.left >= 0 else None]
+            if self.left < 0:
+                return [None]
+            self.calls.append(f"{self.prefix}-{self.left}")
+            return [write_bucket(1 - self.left, self.calls[-1], {str(self.left): torch.ones(2)})]
         self.calls.append((method, *args))
         answers = {"address": "10.0.0.1:5000", "open_nccl": {"names": ["w"], "shapes": [[4]]}}
         if method == "next_ipc":

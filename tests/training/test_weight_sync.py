@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +51,13 @@ class Both:
         self.loaded.append(("", version, "weights"))
         return Receipt(10, 0.5)
 
-    async def offer(self, path, n_bytes):
-        Path(path).touch()
+    async def on_first(self, method, path, *more):
+        if method == "offer":
+            Path(path).touch()
+        elif Path(path).is_dir():
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink()
         return True
 
     async def tell(self, method, *args):
