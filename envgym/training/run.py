@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import copy
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -61,7 +63,26 @@ def train(config: RunConfig, *, resume: bool = False, display: Display) -> dict[
         raise ConfigError("engine.kind=openai gives no tokens to train on: an API can be evaluated and rolled out only")
     with claimed_folder(config, resume=resume) as folder:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
-        return _run_stages(config, folder, display)
+        with _stopped_when_asked(folder):
+            return _run_stages(config, folder, display)
+
+
+@contextlib.contextmanager
+def _stopped_when_asked(folder: Path) -> Iterator[None]:
+    """Within it, `envgym stop` from elsewhere does what Ctrl-C does here."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(STOP_LOOK_SECONDS):
+            if (folder / STOP).exists():
+                (folder / STOP).unlink(missing_ok=True)
+                _thread.interrupt_main()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, Any]:
@@ -264,10 +285,6 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                     info = run_info(config, stage, folder, trainer.progress.step)
                     trainer.recorder.trackers = Trackers(config.report_to, info, display.note)
                 interrupts.listen(trainer.stop.set)
-                asked = asyncio.create_task(
-                    _asked_to_stop(Path(config.runs_dir) / (config.name or ""), trainer, display)
-                )
-                stack.callback(asked.cancel)
                 spent = trainer.progress.seconds
                 spent["start"] = spent.get("start", 0.0) + time.monotonic() - began  # of each time it was resumed
                 # What was imported and started stays to the end: no full collection need go through it at every step.
@@ -309,15 +326,6 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                 folder.write_summary(summary)
     plot(folder.path, folder.read_metrics())
     return summary
-
-
-async def _asked_to_stop(folder: Path, trainer: Trainer, display: Display) -> None:
-    """Stop the run once `envgym stop` asks for it."""
-    while not (folder / STOP).exists():  # noqa: ASYNC110  # another process makes it
-        await asyncio.sleep(STOP_LOOK_SECONDS)
-    (folder / STOP).unlink(missing_ok=True)
-    trainer.stop.set()
-    display.note("stopping after this step's work, as envgym stop asks")
 
 
 def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
