@@ -77,7 +77,7 @@ def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[
     stage = config.stages[number]
     models = local_models(stage.make_spec())
     plan = plan_of(stage, list(models), nodes)
-    needs = Needs(stage, plan, models)
+    needs = Needs(stage, plan, models, dict(zip(config.stage_names, config.stages, strict=True)))
     if len(config.stages) > 1:
         print(f"{'' if number == 0 else chr(10)}stage {number + 1}, {config.stage_names[number]}")
     rows = [("part", "processes", "where", "GPUs", "GiB each", "of which")]

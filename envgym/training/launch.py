@@ -279,6 +279,7 @@ async def start_engine(
     own: dict[str, Any] = dict(stage.engine.args)
     if stage.engine.tensor_parallel > 1:
         own.setdefault("tensor_parallel_size", stage.engine.tensor_parallel)
+        own.setdefault("distributed_executor_backend", "mp")  # within a Ray actor vLLM would place workers itself
     if stage.sync.transfer != "files":
         own["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
     arguments: dict[str, Any] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envgym.config.recipes import makes_model
-from envgym.config.schema import RoleConfig, StageConfig
+from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.learner import LearnerConfig
 from envgym.models import is_path
 from envgym.workers.config import WorkersConfig
@@ -168,9 +168,13 @@ class Total:
 
 
 class Needs:
-    """The memory of a stage's parts where a plan has them. `models`: of reward models, by their workers' names."""
+    """The memory of a stage's parts where a plan has them. `models`: of reward models, by their workers' names.
+    `stages`: the run's, any of which may be what a model comes from."""
 
-    def __init__(self, stage: StageConfig, plan: Plan, models: Mapping[str, str]) -> None:
+    def __init__(
+        self, stage: StageConfig, plan: Plan, models: Mapping[str, str], stages: Mapping[str, StageConfig]
+    ) -> None:
+        self._stages = stages
         self._stage = stage
         self._plan = plan
         learner_class, self._learner = stage.learner_config()
@@ -181,7 +185,10 @@ class Needs:
         """What each process of a part needs; None where its model is not here to be looked at."""
         stage, role = self._stage, self._roles.get(part)
         own = stage.roles.get(part, RoleConfig()).model if role is not None else self._models.get(part)
-        if (sizes := ModelSizes.of(model_folder(own or stage.model))) is None:
+        name = own or stage.model
+        while name.startswith(STAGE):
+            name = self._stages[name.removeprefix(STAGE)].model
+        if (sizes := ModelSizes.of(model_folder(name))) is None:
             return None
         slot = self._slots(part)[0]
         on_gpu = bool(slot.gpus)
@@ -238,7 +245,10 @@ def model_folder(name: str) -> Path:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return path
-    found = try_to_load_from_cache(name, "config.json")
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no such name can be there
+        return path
     return Path(found).parent if isinstance(found, str) else path
 
 

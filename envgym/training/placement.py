@@ -16,6 +16,7 @@ from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
 from envgym.services.start import local_models
+from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import Runtime, Slot, WorkerHandle
 
@@ -80,6 +81,8 @@ def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], 
         if name not in known and trains:
             key = "placement" if name in stage.placement else "colocate"
             raise ConfigError(f"{key}: this stage has no part {name!r}.{did_you_mean(name, known)}")
+    if twice := [name for name in known if sum(name in one for one in sets) > 1]:
+        raise ConfigError(f"colocate: {twice[0]} is in two sets, and can share the GPUs of one")
     if stage.colocate == "auto":
         try:
             return place(parts, nodes, [])
@@ -227,7 +230,7 @@ class PlacedRuntime:
                 await self._runtime.reserve(self._bundles)
             return await self._runtime.start(target, kwargs, name=name, environ=environ, slot=slot)
         own = dict(environ or {})
-        if slot is not None and (visible := visible_gpus()):
+        if slot is not None and isinstance(self._runtime, LocalRuntime) and (visible := visible_gpus()):
             own["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] for gpu in slot.gpus)
         return await self._runtime.start(target, kwargs, name=name, environ=own)
 

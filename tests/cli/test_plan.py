@@ -65,3 +65,15 @@ def test_machines_that_are_there_are_planned_for_and_a_model_that_is_not_here_is
     out = capsys.readouterr().out
     assert re.search(r"^actor +1 +this machine +- +\? +the model's sizes are not known", out, re.MULTILINE)
     assert re.search(r"^this machine +\d+\.\d\d GiB +of \d+\.\d\d GiB$", out, re.MULTILINE)
+
+
+def test_every_stage_is_planned_with_the_model_that_it_begins_with(plan, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1 + 1", "chosen": "2", "rejected": "3"}\n')
+    data = [f"stages.{stage}.data.path={tmp_path / 'pairs.jsonl'}" for stage in ("sft", "rm", "ppo")]
+    assert main(["plan", "--recipe", "rlhf", "--model", str(tmp_path), *data, "--gpus", "8"]) == 2  # no ZeRO
+    out = capsys.readouterr().out
+    assert re.findall(r"^stage \d, (\w+)$", out, re.MULTILINE) == ["sft", "rm", "ppo"]
+    assert re.findall(r"^(\w+) .* weights (\d+\.\d\d)", out, re.MULTILINE) == [
+        ("actor", "14.18"), ("actor", "14.18"), ("engine", "14.18"), ("actor", "14.18"), ("reference", "14.18"),
+        ("critic", "14.18"), ("reward", "14.18"),
+    ]  # fmt: skip

@@ -70,6 +70,8 @@ def test_pairs_share_and_the_others_do_not():
     assert (plan.shares_gpus("critic", "engine"), plan.shares_gpus("actor", "engine")) == (True, False)
     with pytest.raises(ConfigError, match=r"colocate: this stage has no part 'refrence'. Did you mean 'reference'"):
         plan_of(stage(**settings, colocate=[["actor", "refrence"]]), [], machines(4))
+    with pytest.raises(ConfigError, match="colocate: actor is in two sets"):
+        plan_of(stage(**settings, colocate=[["actor", "reference"], ["actor", "critic"]]), [], machines(4))
     with pytest.raises(ConfigError, match="placement: this stage has no part 'judge'"):
         plan_of(stage(**{"placement.judge.gpus": 1}), [], machines(4))
 
