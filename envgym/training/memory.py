@@ -20,7 +20,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.runtime import Slot
 
 from .find_model import made_model
-from .placement import ENGINE, Plan
+from .placement import ENGINE, Plan, name_of_service
 from .run_folder import policy_of_run
 
 GIB = 2**30
@@ -179,7 +179,7 @@ class Needs:
         self._plan = plan
         learner_class, self._learner = stage.learner_config()
         self._roles = learner_class(self._learner).roles
-        self._models = {name.removeprefix("service-"): model for name, model in models.items()}
+        self._models = {name_of_service(worker, list(models)): model for worker, model in models.items()}
 
     def of(self, part: str) -> Memory | None:
         """What each process of a part needs; None where its model is not here to be looked at."""

@@ -20,7 +20,7 @@ from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import Runtime, Slot, WorkerHandle
 
-ENGINE = "engine"
+ENGINE, REWARD = "engine", "reward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,12 @@ def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True
         for role in roles:
             if not stage.is_base(role, roles) and stage.roles.get(role, RoleConfig()).base_url is None:
                 parts.append(part(role, [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]))
-    return parts + [part(name.removeprefix("service-"), [name]) for name in services]
+    return parts + [part(name_of_service(worker, services), [worker]) for worker in services]
+
+
+def name_of_service(worker: str, services: Sequence[str]) -> str:
+    """The part that a reward model is: `reward` where it is the only one, else by its own name."""
+    return REWARD if len(services) == 1 else worker.removeprefix("service-")
 
 
 def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
