@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -10,9 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from envgym.config.resolve import resolve
+from envgym.episodes.files import read_episodes
+from envgym.tasks.cursor import TaskCursor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -98,6 +104,62 @@ def test_a_run_killed_twenty_times_at_random_ends_with_the_same_bytes(envgym, tm
     assert lasting(runs / "killed") == lasting(runs / "whole")
     assert weights(runs / "killed") == weights(runs / "whole")
     store("killed_twenty_times", killed_after_steps=killed_at, weights=weights(runs / "whole"))
+
+
+STRAGGLERS = """
+import asyncio
+import zlib
+
+from envgym.envs.math_verify import MathVerify, MathVerifyEnv
+
+class Slow(MathVerifyEnv):
+    async def step(self, action):
+        await asyncio.sleep(4.0 if zlib.crc32(self.task.id.encode()) % 16 == 0 else 0.05)
+        return await super().step(action)
+
+class Stragglers(MathVerify):
+    env_class = Slow
+"""
+
+
+@pytest.mark.timeout(1800)
+def test_an_asynchronous_run_killed_twenty_times_learns_from_every_task_once(envgym, tmp_path, store):
+    """Those that were in play are played again, the slowest too: no task is lost, and none is learned from twice."""
+    (tmp_path / "slow.py").write_text(STRAGGLERS)
+    tasks, runs, drawn, kills = 8, tmp_path / "runs", random.Random(), 0
+    command = [
+        "train", "--env", "slow.py:Stragglers", "rollout.max_staleness=2", f"rollout.tasks={tasks}",
+        "rollout.group_size=2", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=1", "steps=100000",
+        "--name", "run",
+    ]  # fmt: skip
+    metrics = runs / "run" / "metrics.jsonl"
+    while kills < KILLS:
+        run = subprocess.Popen([str(ENVGYM), *command], cwd=tmp_path, stdout=subprocess.DEVNULL)
+        time.sleep(drawn.uniform(7.0, 14.0))
+        assert run.poll() is None
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        kills += 1
+        if (runs / "run" / "config.yaml").exists():
+            command = ["train", "--resume", "run"]
+    steps = max(json.loads(line)["step"] for line in metrics.read_text().splitlines()) + 6
+    envgym("train", "--resume", "run", f"steps={steps}")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps + 1))
+    assert max(record.get("staleness/max", 0) for record in records) <= 2
+    played = Counter(episode.task.id for episode in read_episodes(runs / "run"))
+    assert set(played.values()) == {2}  # none twice
+    spec = resolve({"env": f"{tmp_path / 'slow.py'}:Stragglers"}).stages[0].make_spec()
+    order = asyncio.run(drawn_tasks(spec, tasks * (steps + 3)))
+    assert set(played) <= set(order)
+    assert set(order[: tasks * (steps - 2)]) <= set(played)  # none left out
+    store("killed_twenty_times_asynchronous", steps=steps, tasks=len(played))
+
+
+async def drawn_tasks(spec, count: int) -> list[str]:
+    """The ids of the first tasks, in the order in which a run of seed 0 draws them."""
+    async with spec:
+        return [task.id for task in await TaskCursor(spec.tasks("train"), 0).next(count)]
 
 
 def test_another_seed_gives_another_run(envgym, tmp_path):
