@@ -127,7 +127,8 @@ def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequ
     where it can, unless it is to be on several. Without GPUs parts that say nothing are on the first machine."""
     together = [tuple(part for part in parts if part.name in one) for one in colocated]
     alone = [(part,) for part in parts if not any(part.name in one for one in colocated)]
-    pools = sorted((pool for pool in (*together, *alone) if pool), key=lambda pool: -_gpus_of(pool))
+    # Who must be spread chooses first, then who needs most.
+    pools = sorted((pool for pool in (*together, *alone) if pool), key=lambda pool: (-_spread(pool), -_gpus_of(pool)))
     free = [list(range(node.gpus)) for node in nodes]
     slots: dict[str, Slot] = {}
     for pool in pools:
@@ -148,12 +149,16 @@ def _gpus_of(pool: Sequence[Part]) -> int:
     return max(ceil(len(part.workers) * part.gpus) for part in pool)
 
 
+def _spread(pool: Sequence[Part]) -> int:
+    return max(part.nodes or 1 for part in pool)
+
+
 def _taken(pool: Sequence[Part], nodes: Sequence[Node], free: list[list[int]]) -> list[tuple[int, int]]:
     """Take the GPUs of a pool out of those that are free: (machine, GPU), those of one machine together."""
     wanted = _gpus_of(pool)
     if not wanted:
         return []
-    spread = max((part.nodes or 1 for part in pool), default=1)
+    spread = _spread(pool)
     whole = max(ceil(part.gpus) for part in pool)  # GPUs that one process needs on one machine
     each = ceil(wanted / spread)
     fitting = sorted((node for node in range(len(nodes)) if len(free[node]) >= each), key=lambda node: len(free[node]))

@@ -104,6 +104,13 @@ def test_what_no_machine_holds_alone_goes_over_several_but_no_engine_does():
         place([engines], machines(4, 2), [])
 
 
+def test_who_must_be_spread_chooses_first():
+    settings = {"workers.ranks": 2, "placement.actor.nodes": 2, "engine.count": 2}
+    assert where(plan_of(stage(**settings), [], machines(2, 2))) == {
+        "actor-0": (0, (0,)), "actor-1": (1, (0,)), "engine-0": (0, (1,)), "engine-1": (1, (1,)),
+    }  # fmt: skip
+
+
 def test_processes_may_share_a_gpu_or_have_none():
     settings = {"workers.ranks": 2, "placement.actor.gpus": 0.5, "placement.reward.gpus": 0}
     plan = plan_of(stage(**settings), ["service-reward"], machines(2))
