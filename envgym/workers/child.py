@@ -122,8 +122,8 @@ class Host:
                 self._tasks[call].cancel()
             return
         try:
-            with watched_thread():
-                result = getattr(self._worker, method)(*args, **kwargs)
+            with watched_thread(function := getattr(self._worker, method)):
+                result = function(*args, **kwargs)
             if inspect.isawaitable(result):
                 task = asyncio.ensure_future(self._finish(call, method, result))
                 self._tasks[call] = task

@@ -82,8 +82,8 @@ class Host:
         if number < self._next:  # forgotten before it came
             return _given_up(), None
         try:
-            with watched_thread():
-                result = getattr(self._worker, method)(*args, **kwargs)
+            with watched_thread(function := getattr(self._worker, method)):
+                result = function(*args, **kwargs)
             if not inspect.isawaitable(result):
                 return None, result
             self._running[number] = asyncio.ensure_future(result)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import inspect
 import linecache
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,8 +25,12 @@ def seconds() -> float:
 
 
 @contextlib.contextmanager
-def watched_thread() -> Iterator[None]:
-    """Within it, what holds the event loop is written to standard error: the stacks of all threads."""
+def watched_thread(function: Callable[..., Any]) -> Iterator[None]:
+    """Within it, what holds the event loop is written to standard error: the stacks of all threads. Not for coroutine
+    functions, which run later: a process has one such timer, and theirs may be set."""
+    if inspect.iscoroutinefunction(function):
+        yield
+        return
     faulthandler.dump_traceback_later(seconds(), repeat=True)
     try:
         yield
