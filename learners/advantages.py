@@ -290,7 +290,8 @@ def generalised_advantages(
 def normalised(
     groups: Sequence[Sequence[Steps]], scope: Scope, still: Sequence[Sequence[Mask]] = ()
 ) -> list[list[Steps]]:
-    """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group by itself.
+    """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group by itself; A - mean of
+    the rollout (`batch_mean`).
 
     `groups` holds for each group the advantages [n] of each episode. The standard deviation is that of the tokens
     themselves (biased); equal advantages become exactly 0. So do tokens that are `still`, [n] bool for each episode:
@@ -304,7 +305,8 @@ def normalised(
     if scope == "group":
         found = [_standard_tokens(group) for group in groups]
     else:
-        together = iter(_standard_tokens([episode for group in groups for episode in group]))
+        every = [episode for group in groups for episode in group]
+        together = iter(_standard_tokens(every, scaled=scope == "batch"))
         found = [[next(together) for _ in group] for group in groups]
     if not still:
         return found
@@ -334,11 +336,11 @@ def without_variance(group: Sequence[Steps], turn_ends: Sequence[Sequence[int]])
     return masks
 
 
-def _standard_tokens(episodes: Sequence[Steps]) -> list[Steps]:
+def _standard_tokens(episodes: Sequence[Steps], *, scaled: bool = True) -> list[Steps]:
     import numpy as np
 
     tokens = np.concatenate([np.zeros(0), *episodes])
     if not len(tokens) or tokens.min() == tokens.max():
         return [np.zeros_like(episode) for episode in episodes]
-    mean, std = tokens.mean(), tokens.std()
-    return [(episode - mean) / (std + EPS) for episode in episodes]
+    mean, divisor = tokens.mean(), tokens.std() + EPS if scaled else 1.0
+    return [(episode - mean) / divisor for episode in episodes]

@@ -13,7 +13,7 @@ from envgym.settings import Settings
 
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 Credit = Literal["episode", "turn"]
-Scope = Literal["batch", "group", "none"]
+Scope = Literal["batch", "batch_mean", "group", "none"]
 KLEstimator = Literal["k1", "k2", "k3"]
 KLPlace = Literal["reward", "loss"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
@@ -127,8 +127,8 @@ class PolicyGradientConfig(LearnerConfig):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount from one action token to the next. Feedback takes no time."""
     advantage_norm: Scope = "none"
-    """Advantages are brought to mean 0 and standard deviation 1 over the tokens of the whole rollout (`batch`), of each
-    group by itself, or not at all."""
+    """Advantages are brought to mean 0 and standard deviation 1 over the tokens of the whole rollout (`batch`) or of
+    each group by itself, to mean 0 alone over those of the rollout (`batch_mean`), or stay as they are."""
     kl: KLConfig = KLConfig()
 
     # The loss.

@@ -30,6 +30,7 @@ COMMANDS = {
     "runs": "list run folders with their results",
     "stop": "stop a run of another terminal",
     "show": "print episodes of a run as people read them",
+    "openrlhf": "run a command line of OpenRLHF",
 }
 
 _LISTED = "\n".join(f"  {name:<{max(map(len, COMMANDS)) + 2}}{summary}" for name, summary in COMMANDS.items())

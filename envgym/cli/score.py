@@ -21,7 +21,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
         "score",
         "FILE (--env E | --config FILE) --out FILE [key=value …]",
-        "Judge the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) again, by an environment.\n"
+        "Judge the episodes in FILE (.jsonl, .parquet, a folder of them, an evaluation) again, by an environment;\n"
+        "or the answers of recorded data, whose fields are named by data.prompt=… and data.answer=….\n"
         "It is reset on each saved task and given the recorded turns; nothing is sampled.\n"
         "What was stopped or killed goes on where it was when the same command is given again.",
         "envgym score best.jsonl --env my_reward.py --out scored.parquet",
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError("envgym score needs --out, where the judged episodes go. See: envgym score --help")
     if options.env is None and options.config is None:
         raise ConfigError("envgym score needs --env, what is to judge. See: envgym score --help")
+    keys = {word.partition("=")[0] for word in words}
+    if "data.path" not in keys and any(key.startswith("data.") for key in keys):
+        words.append(f"data.path={source}")  # names of the file's fields: it is recorded data
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 

@@ -16,8 +16,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "serve-reward-model",
         "--model M [--host H] [--port P] [--token-file F | --no-token] [key=value …]",
         "Serve a reward model over HTTP until Ctrl-C: POST /get_reward. Clients need the token, which is made anew and "
-        "kept in a file for this user alone unless one is given. Settings: batch_size, max_length, too_long, dtype, "
-        "offload, normalise, timeout.",
+        "kept in a file for this user alone unless one is given. Settings: batch_size, max_length, too_long, render, "
+        "dtype, offload, normalise, timeout.",
         "envgym serve-reward-model --model path/to/reward_model too_long=cut",
     )
     parser.add_argument("--model", metavar="M", required=True, help="folder or hub id, or a run that trained one")

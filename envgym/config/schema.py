@@ -256,7 +256,8 @@ class StageConfig(Settings):
     """Tasks for the environment: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
     render: RenderKind = "auto"
-    """`chat`: the tokenizer's chat template; `text`: plain text; `auto`: the template where there is one."""
+    """`chat`: the tokenizer's chat template; `text`: plain text with the speakers' names; `raw`: the texts alone, one
+    after the other; `auto`: the template where there is one, else `text`."""
     steps: int = Field(100, ge=1)
     """Loop steps to stop after."""
     epochs: float | None = Field(None, gt=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import time
 from array import array
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import CheckedEnv, EnvSpec, ListTasks
-from envgym.episodes.files import check_target, content_hash, read_episodes
+from envgym.episodes.files import check_target, content_hash, holds_episodes, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
 from envgym.isolation import event_loop
@@ -64,7 +65,7 @@ LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 
 def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, overwrite: bool = False) -> dict[str, Any]:
     """Let the last stage's environment judge the episodes of `source`, write them to `out` in their order and return
-    what came of it.
+    what came of it. Where `source` holds recorded data instead, it judges the answers in them.
 
     The environment is reset on the saved task and stepped with the recorded turns. Its judgement replaces reward,
     score, answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as
@@ -79,10 +80,20 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     Ctrl-C is a `KeyboardInterrupt` that says what is kept.
     """
     check_target(out, overwrite=overwrite)
-    saved = read_episodes(source)
     began = time.monotonic()
+    *before, stage = config.stages
+    is_data = stage.data.get("path") == str(source) or not holds_episodes(source)
+    if is_data and isinstance(stage.make_spec(), DataEnvSpec):
+        display.phase("reading the answers")
+        read_from = stage.model_copy(update={"data": {**stage.data, "path": str(source)}})
+        saved = event_loop.run(demonstrated(read_from))
+        # They are judged as saved episodes are, which bring their tasks.
+        config = config.model_copy(update={"stages": [*before, stage.model_copy(update={"data": {}})]})
+        content = hashlib.sha256(repr([episode.messages for episode in saved]).encode()).hexdigest()
+    else:
+        saved, content = read_episodes(source), content_hash(source)
     folder = UnfinishedFile(out, overwrite=overwrite)
-    with folder.begun(_settings(config, content_hash(source))):
+    with folder.begun(_settings(config, content)):
         episodes = event_loop.run(_score(config, saved, folder, display))
         folder.finish(episodes)
     return {"env": config.stages[-1].env.name, **_summary(saved, episodes), "seconds": time.monotonic() - began}
@@ -103,7 +114,9 @@ async def demonstrated(stage: StageConfig) -> list[Episode]:
                 row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
                 group = f"demonstrated/{len(episodes):06d}"
                 episode = Episode(f"{group}:000:0", task, Outcome.completed(), [row], env=spec.id, group=group)
-                episode.messages = [*as_messages(task.prompt), *turns]
+                said = list(as_messages(task.prompt))
+                asked = said[: len(said) - len(turns)] if said[-len(turns) :] == turns else said
+                episode.messages = [*asked, *turns]
                 episodes.append(episode)
     return episodes
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from .chat import ChatRenderer
 from .dialogue import Dialogue, Extension
 from .renderer import NoRenderer, Renderer, load_tokenizer
-from .text import TextRenderer
+from .text import RawRenderer, TextRenderer
 
-RenderKind = Literal["auto", "chat", "text"]
+RenderKind = Literal["auto", "chat", "text", "raw"]
 
 __all__ = [
-    "ChatRenderer", "Dialogue", "Extension", "NoRenderer", "RenderKind", "Renderer", "TextRenderer", "load_tokenizer",
-    "make_renderer",
+    "ChatRenderer", "Dialogue", "Extension", "NoRenderer", "RawRenderer", "RenderKind", "Renderer", "TextRenderer",
+    "load_tokenizer", "make_renderer",
 ]  # fmt: skip
 
 
@@ -24,4 +24,4 @@ def make_renderer(kind: RenderKind, tokenizer: Any) -> Renderer:
     """The renderer of a kind; `auto` takes the chat template where the tokenizer has one."""
     if kind == "chat" or (kind == "auto" and tokenizer.chat_template):
         return ChatRenderer(tokenizer)
-    return TextRenderer(tokenizer)
+    return RawRenderer(tokenizer) if kind == "raw" else TextRenderer(tokenizer)

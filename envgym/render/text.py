@@ -1,4 +1,4 @@
-"""Conversations as plain text, for base models: `System: …`, `User: …`, then `Assistant:`."""
+"""Conversations as plain text, for base models: `System: …`, `User: …`, then `Assistant:`; or with nothing between."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class TextRenderer(Renderer):
 
     The assistant's turns end with the tokenizer's end-of-sequence token, and nothing ever forks.
     """
+
+    between = "\n"
+    """Text between a turn of the assistant and what follows it."""
 
     def dialogue(self) -> TextDialogue:
         return TextDialogue(self)
@@ -43,6 +46,22 @@ class TextRenderer(Renderer):
         return self.tokenizer.eos_token or ""
 
 
+class RawRenderer(TextRenderer):
+    """The messages' texts, one directly after the other, for prompts that are written as the model is to read them."""
+
+    between = ""
+
+    @property
+    def _bos_before_messages(self) -> bool:
+        return self._bos_before_text
+
+    def lines(self, messages: Sequence[Message]) -> str:
+        return "".join(self.turn(m) if m.role == "assistant" else m.text for m in messages)
+
+    def turn(self, message: Message) -> str:
+        return f"{write_hermes(message.text, message.tool_calls)}{self.end_of_turn}"
+
+
 class TextDialogue(Dialogue):
     """Every reply is appended."""
 
@@ -62,4 +81,8 @@ class TextDialogue(Dialogue):
 
     def _extend(self, observation: Observation) -> Extension:
         end = self.renderer.end_of_turn if self._cut else ""
-        return Extension(self.renderer.encode_after(self._last, f"{end}\n{self.renderer.lines(observation.messages)}"))
+        return Extension(
+            self.renderer.encode_after(
+                self._last, f"{end}{self.renderer.between}{self.renderer.lines(observation.messages)}"
+            )
+        )

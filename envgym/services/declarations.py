@@ -71,6 +71,9 @@ class RewardModel(Service):
     """Longest conversation in tokens; by default the model's own limit."""
     too_long: Literal["fail", "cut"] = "fail"
     """A longer one fails its episode (`too_long`), or loses its beginning (`cut`), which the metric `cut` counts."""
+    render: Literal["auto", "raw"] = "auto"
+    """`auto`: by the model's own chat template, where it has one; `raw`: the texts alone, one directly after the other,
+    as it is trained with `render=raw`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights; `auto` is bfloat16 on an accelerator and float32 on a CPU."""
     offload: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from envgym.errors import ConfigError, missing_package
 from envgym.render import make_renderer
@@ -35,6 +35,7 @@ class RewardWorker:
         batch_size: int = 16,
         max_length: int | None = None,
         cut: bool = False,
+        render: Literal["auto", "raw"] = "auto",
         dtype: str = "auto",
         offload: bool = False,
         normalise: bool = False,
@@ -62,7 +63,7 @@ class RewardWorker:
         self._model = _offloaded(loaded, self._device) if offload else loaded.to(self._device)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         reads_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn"
-        self._renderer = make_renderer("auto", self._tokenizer) if reads_rows else None
+        self._renderer = make_renderer(render, self._tokenizer) if reads_rows or render == "raw" else None
         self._max_length = max_length or _limit(self._config, self._tokenizer)
         self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
 

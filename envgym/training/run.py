@@ -26,11 +26,11 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
-from envgym.episodes.files import holds_episodes, write_episodes
+from envgym.episodes.files import holds_episodes
 from envgym.errors import CheckpointDamaged, ConfigError, EnvgymError, RunError, WorkerError, cannot_write, extended
 from envgym.evaluation.generate import Selection, collect
 from envgym.evaluation.held_out import has_held_out
-from envgym.evaluation.rescore import demonstrated, rescore
+from envgym.evaluation.rescore import rescore
 from envgym.isolation import event_loop
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
@@ -114,11 +114,8 @@ def _run_to_file(config: RunConfig, stage: StageConfig, folder: RunFolder, displ
         result = collect(alone, selection, folder.episodes, display, overwrite=True)
     else:
         source = Path(str(stage.data.get("path")))
-        if not holds_episodes(source):
-            display.phase("reading the answers")
-            answers, source = event_loop.run(demonstrated(stage)), folder.path / "answers.jsonl"
-            write_episodes(source, answers)
-        alone.stages = [stage.model_copy(update={"data": {}})]
+        if holds_episodes(source):  # they bring their tasks
+            alone.stages = [stage.model_copy(update={"data": {}})]
         result = rescore(alone, source, folder.episodes, display, overwrite=True)
     summary = {"status": "completed", "do": stage.do, "seed": config.seed, "steps": 0, **result}
     folder.write_summary(json.loads(json.dumps(summary, default=str)))

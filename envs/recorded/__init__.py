@@ -21,7 +21,8 @@ class RecordedConfig(DataEnvConfig):
     form: FormName = "auto"
     """`demonstration`: conversations, or prompts and answers; `preference`: a chosen and a rejected answer; `labelled`:
     an answer that is good or bad; `steps`: an answer in steps, each right or wrong; `text`: plain text; `episodes`:
-    what `envgym rollout` and runs save. `auto`: by the fields of the first row."""
+    what `envgym rollout` and runs save; `prompt`: what is asked alone, for a policy to answer, which is paid nothing.
+    `auto`: by the fields of the first row."""
     teach: Literal["all", "last"] = "all"
     """The assistant's turns of a conversation that are taught: all of them, or the last alone."""
     fields: dict[str, str] = Field({})
@@ -49,8 +50,7 @@ class RecordedEnv(Env):
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         given = options or {}
         record = self.spec.record(given["task"])
-        answer = record.variants[given.get("member", 0)].messages
-        self._between = _between(answer)
+        self._between = _between(record.variants[given.get("member", 0)].messages) if record.variants else []
         if record.is_text:
             return Observation(text=""), {}
         tools = tuple(_tool(tool) for tool in record.tools)
@@ -67,7 +67,6 @@ class RecordedSpec(DataEnvSpec):
     env_class = RecordedEnv
     Config = RecordedConfig
     config: RecordedConfig
-    agent = "replay"
     answer_required = False
 
     async def setup(self) -> None:
@@ -75,6 +74,10 @@ class RecordedSpec(DataEnvSpec):
             self.config.form, self.config.fields, self.config.teach, self.config.separator, self.config.template
         )
         await super().setup()
+
+    @property
+    def agent(self) -> str:  # type: ignore[override]
+        return "single_turn" if self.config.form == "prompt" else "replay"
 
     @property
     def recordings(self) -> int:

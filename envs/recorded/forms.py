@@ -13,7 +13,7 @@ from envgym.errors import DataError
 from envgym.tasks.rows import Row
 from envgym.types import Message, as_messages
 
-FormName = Literal["auto", "demonstration", "preference", "labelled", "steps", "text", "episodes"]
+FormName = Literal["auto", "demonstration", "preference", "labelled", "steps", "text", "episodes", "prompt"]
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation", "dialogue"),
@@ -22,8 +22,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "answer": ("response", "completion", "answer", "output", "solution", "target", "chosen"),
-    "chosen": ("chosen", "chosen_response", "preferred", "accepted"),
-    "rejected": ("rejected", "rejected_response", "dispreferred"),
+    "chosen": ("chosen", "chosen_response", "response_chosen", "preferred", "accepted"),
+    "rejected": ("rejected", "rejected_response", "response_rejected", "dispreferred", "negative"),
     "margin": ("margin",),
     "label": ("label", "labels", "rating", "is_good"),
     "steps": ("completions", "steps", "process"),
@@ -154,6 +154,11 @@ class Reader:
 
     def _steps(self, row: Row, where: str) -> Record:
         steps, labels = (row[self._needed(name, row, where)] for name in ("steps", "step_labels"))
+        asked = None
+        if isinstance(steps, str):  # one text, in which the separator ends each step
+            *steps, _ = steps.split(self._separator)
+            if steps and not self._name("prompt", row):  # the question stands before the first
+                asked, steps[0] = (Message.of("user", steps[0]),), self._separator
         if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
             raise DataError(f"{where}: steps and their labels are lists of the same length")
         texts = [f"{_text(step, 'a step', where).removesuffix(self._separator)}{self._separator}" for step in steps]
@@ -161,7 +166,10 @@ class Reader:
         if not any(reward is not None for reward in rewards):
             raise DataError(f"{where}: no step has a label")
         answer = Variant(tuple(Message.of("assistant", text) for text in texts), rewards)
-        return Record(_prompt(self._asked(row, where), where), (answer,), is_steps=True)
+        return Record(_prompt(asked or self._asked(row, where), where), (answer,), is_steps=True)
+
+    def _prompt(self, row: Row, where: str) -> Record:
+        return Record(_prompt(self._asked(row, where), where), ())
 
     def _text(self, row: Row, where: str) -> Record:
         text = _text(row[self._needed("text", row, where)], "the text", where)
@@ -302,7 +310,8 @@ def _number(value: Any, what: str, where: str) -> float:
 
 
 def _share(value: Any, where: str) -> float:
-    """A label of a step: right or wrong, 1 or 0 (-1 for some), or a probability between."""
+    """A label of a step: right or wrong, + or -, 1 or 0 (-1 for some), or a probability between."""
+    value = {"+": True, "-": False}.get(value, value) if isinstance(value, str) else value
     number = float(value) if isinstance(value, bool) else max(0.0, _number(value, "label", where))
     if number > 1:
         raise DataError(f"{where}: a step's label is a probability, or right or wrong, not {value!r:.60}")

@@ -81,13 +81,19 @@ class RewardModelEnv(Env):
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         self.task: Task = (options or {})["task"]
-        self.messages = as_messages(self.task.prompt)
+        self.messages = asked(self.task)
         return list(self.messages), {}
 
     async def step(self, action: Action) -> StepResult:
         conversation = [*self.messages, Message.of("assistant", action.text)]
         reward, info = await self.spec.pay(conversation, self.task.answer)
         return (), reward, True, False, info
+
+
+def asked(task: Task) -> tuple[Message, ...]:
+    """The task's conversation without the answer that recorded data have at its end."""
+    messages = as_messages(task.prompt)
+    return messages[:-1] if len(messages) > 1 and messages[-1].role == "assistant" else messages
 
 
 class RewardModelEnvSpec(DataEnvSpec):
@@ -121,10 +127,11 @@ class RewardModelEnvSpec(DataEnvSpec):
         await super().setup()
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """The answer that the data holds, where it does."""
-        if not isinstance(task.answer, str):
-            return super().demonstrations(task, seed)
-        return [task.answer]
+        """The answer that the data holds, where it does: by itself, or as the end of the conversation."""
+        if isinstance(task.answer, str):
+            return [task.answer]
+        last = as_messages(task.prompt)[-1]
+        return [last] if last.role == "assistant" else super().demonstrations(task, seed)
 
     async def pay(self, conversation: Sequence[Message], label: Any) -> tuple[float, Info]:
         """The weighted sum of what the models say of a conversation, and what each of them says, as metrics."""
