@@ -30,7 +30,8 @@ test-slow-environments: .venv/installed-dev
 		tests/check tests/env tests/envs tests/remote
 
 test-slow-commands: .venv/installed-dev
-	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py) \
+	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py \
+		openrlhf_commands.py) \
 		tests/cli tests/evaluation tests/services tests/test_docs.py
 
 bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/results/

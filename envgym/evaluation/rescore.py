@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.env import CheckedEnv, EnvSpec, ListTasks
-from envgym.episodes.files import check_target, content_hash, holds_episodes, read_episodes
+from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
 from envgym.isolation import event_loop
@@ -65,7 +65,7 @@ LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 
 def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, overwrite: bool = False) -> dict[str, Any]:
     """Let the last stage's environment judge the episodes of `source`, write them to `out` in their order and return
-    what came of it. Where `source` holds recorded data instead, it judges the answers in them.
+    what came of it. Where `source` is the stage's data, it judges the answers recorded there.
 
     The environment is reset on the saved task and stepped with the recorded turns. Its judgement replaces reward,
     score, answer and metrics; the old ones are kept as metrics whose names end in `_before`. Failed episodes stay as
@@ -82,11 +82,9 @@ def rescore(config: RunConfig, source: Path, out: Path, display: Display, *, ove
     check_target(out, overwrite=overwrite)
     began = time.monotonic()
     *before, stage = config.stages
-    is_data = stage.data.get("path") == str(source) or not holds_episodes(source)
-    if is_data and isinstance(stage.make_spec(), DataEnvSpec):
+    if stage.data.get("path") == str(source):
         display.phase("reading the answers")
-        read_from = stage.model_copy(update={"data": {**stage.data, "path": str(source)}})
-        saved = event_loop.run(demonstrated(read_from))
+        saved = event_loop.run(demonstrated(stage))
         # They are judged as saved episodes are, which bring their tasks.
         config = config.model_copy(update={"stages": [*before, stage.model_copy(update={"data": {}})]})
         content = hashlib.sha256(repr([episode.messages for episode in saved]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The entry points `train_dpo.py`, `train_ppo.py` and `train_grpo.py` with their `rlhf.yaml`, by OpenRLHF's programs."""
+"""The entry points `train_dpo.py`, `train_ppo.py` and `train_grpo.py` with their `rlhf.yaml`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def translate_file(name: str, arguments: Sequence[str], *, world_size: int | Non
     if entry["program"] == "train_dpo":
         given["train_batch_size"] = given["micro_train_batch_size"] * given.pop("=accumulation") * (world_size or 1)
     else:
-        given["train_batch_size"] = given.pop("=mini_batch") * given.get("n_samples_per_prompt", 1)  # VERL counts prompts
+        given["train_batch_size"] = given.pop("=mini_batch") * given.get(
+            "n_samples_per_prompt", 1
+        )  # VERL counts prompts
         for what in ("nodes", "gpus_per_node"):  # VERL's models share them all
             given |= {f"{role}_num_{what}": given.get(f"actor_num_{what}", 1) for role in ("actor", "critic", "ref")}
         if not given.pop("=kl_in_reward", False) and not given.get("use_kl_loss"):

@@ -57,6 +57,7 @@ class Rows:
         if not rows:
             raise RunError(f"{self.episodes}: every episode failed or says nothing: there is no row to write")
         rows = self._processed(rows)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
         return len(rows)
 

@@ -87,7 +87,8 @@ def parse(program: str, arguments: Sequence[str]) -> tuple[dict[str, Any], list[
             continue
         if not word.startswith("--"):
             raise ConfigError(f"{program}: {word!r} is neither a flag nor the value of one")
-        name, equals, value = word[2:].replace("-", "_").partition("=")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
         flag = spelled.get(name)
         if flag is None:
             raise ConfigError(f"{program} has no flag --{name}.{_whose(name) or did_you_mean(name, list(spelled))}")

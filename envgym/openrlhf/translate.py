@@ -87,6 +87,10 @@ def _ppo(flags: Flags, made: Translation) -> None:
     settings, estimator = made.settings, flags["advantage_estimator"]
     if estimator not in ESTIMATORS:
         raise ConfigError(f"train_ppo_ray: --advantage_estimator is one of {', '.join(ESTIMATORS)}, not {estimator}")
+    if flags["n_samples_per_prompt"] < 2 and estimator not in ("gae", "reinforce"):
+        raise ConfigError(
+            f"train_ppo_ray: {estimator} compares the answers to one prompt. How many? Give --n_samples_per_prompt"
+        )
     made.words = ["--recipe", ESTIMATORS[estimator]]
     length = int(flags["max_len"] or flags["prompt_max_len"] + flags["generate_max_len"])
     settings["engine.max_model_len"] = length
@@ -133,6 +137,11 @@ def _loss(flags: Flags, made: Translation) -> None:
         settings.pop("learner.advantage_norm")
     if flags["init_kl_coef"] > 0:
         settings.setdefault("learner.kl.place", "reward")
+    if flags["async_train"] and "learner.correction.kind" not in settings:
+        settings["learner.correction.kind"] = "tis"
+        made.notes.append(
+            "--async_train comes with --enable_vllm_is_correction: samples of older policies are weighted"
+        )
     if flags["pretrain_data"]:
         settings |= sources(flags, "pretrain_data", "pretrain_data_probs", "pretrain")
     episodes, batch = flags["rollout_batch_size"] * flags["n_samples_per_prompt"], flags["train_batch_size"]
@@ -157,7 +166,7 @@ def _places(flags: Flags, made: Translation) -> None:
         ranks = nodes * flags[f"{theirs}_num_gpus_per_node"]
         if ours == "actor":
             settings["workers.ranks"] = ranks
-        elif ranks != settings["workers.ranks"]:
+        elif ranks not in (0, settings["workers.ranks"]):  # 0: it shares the actor's
             settings[f"roles.{ours}.workers.ranks"] = ranks
         if nodes > 1:
             settings[f"placement.{ours}.nodes"] = nodes

@@ -162,11 +162,11 @@ def test_a_list_of_objects_is_data_too(tmp_path):
 # -- tokens ---------------------------------------------------------------------------------------------------
 
 
-def replayed(path, model, *, agent=None, samples=1, **settings):
+def replayed(path, model, *, agent=None, render="auto", **settings):
     """The groups of a step of training, without a trainer."""
 
     async def main():
-        renderer = make_renderer("auto", load_tokenizer(str(model)))
+        renderer = make_renderer(render, load_tokenizer(str(model)))
         async with envgym.spec("recorded", data={"path": path, "test_fraction": 0}, **settings) as spec:
             replay = Replay(renderer, ReplayConfig(**agent or {}))
             runner = Runner(spec, replay, None, RolloutConfig(refills=0), max_model_len=0, seed=0, deterministic=False)
@@ -216,6 +216,28 @@ def test_steps_are_segments_of_one_answer_with_their_labels(write, tiny_model):
     [row] = group.episodes[0].rows
     assert taught(row, renderer).endswith("assistant\n[I add.\n\n][3\n\n<|im_end|>]")
     assert [turn.reward for turn in row.turns] == [1.0, 0.0]
+
+
+def test_steps_of_one_text_end_at_the_separator_and_the_question_stands_before_them(write, tiny_model):
+    row = {"input": "1 + 2? I add. ки\nSo 3 ки\n", "value": ["+", "-"]}
+    fields = {"steps": "input", "step_labels": "value"}
+    [group], renderer = replayed(write(row), tiny_model, render="raw", form="steps", separator="ки", fields=fields)
+    [row] = group.episodes[0].rows
+    assert taught(row, renderer) == "1 + 2? I add. [ки][\nSo 3 ки<|im_end|>]"
+    assert [turn.reward for turn in row.turns] == [1.0, 0.0]
+
+
+def test_prompts_alone_are_for_a_policy_to_answer(write):
+    async def main():
+        data = {"path": write({"context": ASKED}, {"context": "2 + 3?"}), "test_fraction": 0}
+        settings = {"form": "prompt", "fields": {"prompt": "context"}}
+        async with envgym.spec("recorded", data=data, **settings) as spec:
+            env = spec.env_class(spec)
+            observation, _ = await env.reset(options={"task": await spec.tasks("train").get(0)})
+            return spec.agent, observation, await env.step(envgym.Action("3"))
+
+    agent, observation, (_, reward, terminated, _, _) = asyncio.run(main())
+    assert (agent, observation.messages[0].text, reward, terminated) == ("single_turn", "1 + 2?", None, True)
 
 
 def test_plain_text_is_taught_whole(write, tiny_model):

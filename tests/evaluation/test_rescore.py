@@ -1,6 +1,7 @@
 """Saved episodes judged again: the same turns on the same tasks, by another judge."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -343,6 +344,21 @@ def test_a_real_reward_model_judges_as_it_does_in_a_run(folder, tiny_reward_mode
     assert abs(first - second) > 1e-4
     assert first == pytest.approx(expected_reward(tiny_reward_model, episodes[0]), abs=1e-4)
     assert result["failures"] == {}
+
+
+def test_the_answers_of_recorded_data_are_judged(folder, tiny_reward_model):
+    """By themselves, or at the end of a conversation; equal ones alike."""
+    asked = {"role": "user", "content": "1 + 1?"}
+    rows = [{"q": "1 + 1?", "a": "two", "talk": [asked, {"role": "assistant", "content": "two"}]}] * 2
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps({**row, 'n': n})}\n" for n, row in enumerate(rows)))
+    words = ["score", "rows.jsonl", "--env", "reward_model", f"env.models={tiny_reward_model}", "data.test_fraction=0"]
+    done = run(folder, *words[1:], "data.prompt=q", "data.answer=a", "--out", "one.jsonl")
+    assert done.returncode == 0, done.stderr
+    done = run(folder, *words[1:], "data.prompt=talk", "--out", "two.jsonl")
+    assert done.returncode == 0, done.stderr
+    judged = [episode for name in ("one", "two") for episode in read_episodes(folder / f"{name}.jsonl")]
+    assert [told.text for told in judged[2].messages] == ["1 + 1?", "two"]
+    assert [episode.reward for episode in judged] == pytest.approx([judged[0].reward] * 4, abs=1e-5)
 
 
 def expected_reward(folder, episode):

@@ -31,6 +31,12 @@ def test_group_by_hand():
     assert flat(normalised(GROUPS, "group")) == [pytest.approx(episode, rel=1e-6) for episode in expected]
 
 
+def test_the_mean_of_a_batch_alone_by_hand():
+    """1, 1, 3, 5, 5, 5: mean 10/3. The spread stays."""
+    expected = [[-7 / 3] * 2, [-1 / 3], [5 / 3] * 3]
+    assert flat(normalised(GROUPS, "batch_mean")) == [pytest.approx(episode, rel=1e-12) for episode in expected]
+
+
 def test_none_changes_nothing():
     assert flat(normalised(GROUPS, "none")) == flat(GROUPS)
 

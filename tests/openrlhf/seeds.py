@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-STUBS = """
-report() { printf '%s\\0' "$@" >> "$LOG"; printf '\\1' >> "$LOG"; }
-for program in deepspeed torchrun ray srun uv python python3; do eval "$program() { report $program \\"\\$@\\"; }"; done
+STUBS = r"""
+report() { printf -v line '%s\x1f' "$@"; printf '%s\x1e' "$line" >> "$LOG"; }
+for program in deepspeed torchrun ray srun uv python python3; do eval "$program() { report $program \"\$@\"; }"; done
 sleep() { :; }
 """
+"""Shell functions in the launchers' places, which write down what they are called with."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ def blocks() -> dict[str, str]:
 
 def commands(place: str, folder: Path) -> list[Command]:
     """What a block calls, in order, each once."""
-    log = folder / "log"
+    log = folder / f"{place.replace(':', '_')}.log"
     script = f"LOG={log}\n{STUBS}\n{blocks()[place]}\nwait"
     subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, timeout=60, check=False)
-    calls = [line.split("\0")[:-1] for line in log.read_text().split("\1") if line] if log.exists() else []
+    calls = [line.split("\x1f")[:-1] for line in log.read_text().split("\x1e") if line] if log.exists() else []
     found: dict[Command, None] = {}
     for call in calls:
         at = next((n for n, word in enumerate(call) if word.startswith("openrlhf.cli.") or word.endswith(".py")), None)

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envgym.errors import InvalidStep
-from envgym.render import TextRenderer
+from envgym.render import TextRenderer, make_renderer
 from envgym.types import Message, Observation, TextPart, ToolCall, ToolSpec
 
 ADD = ToolSpec("add", "Adds.", {"type": "object"})
@@ -129,3 +129,22 @@ def test_an_opening_text_token_is_not_lost(vocabulary):
     ids = renderer.encode_after(renderer.tokenizer.eos_token_id, " hello")
     assert renderer.tokenizer.decode(ids) == "hello"
     assert renderer.decode_after(ids) == " hello"
+
+
+def test_raw_texts_follow_each_other_directly(vocabulary):
+    """A prompt that was written for the model is read as it stands, the tokens of a chat template in it too."""
+    tokenizer = vocabulary("starter")
+    renderer = make_renderer("raw", tokenizer)
+    written = "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n"
+    dialogue = renderer.dialogue()
+    row = dialogue.begin(told(written))
+    assert row == tokenizer.encode(written, add_special_tokens=False)
+    said = dialogue.add_demonstration("34")
+    assert said[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(row + said) == f"{written}34{tokenizer.eos_token}"
+    assert tokenizer.decode(dialogue.add_observation(told("And 13?")).token_ids) == "And 13?"
+
+
+def test_raw_texts_begin_as_the_tokenizer_begins_them(vocabulary):
+    tokenizer = vocabulary("sentencepiece")
+    assert make_renderer("raw", tokenizer).prompt(told("12?")) == tokenizer.encode("12?")

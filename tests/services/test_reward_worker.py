@@ -191,3 +191,9 @@ def test_what_is_not_a_reward_model_is_told_so(tiny_model, tiny_reward_model, tm
     Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ConfigError, match="gives 3 numbers, not one"):
         RewardWorker(str(tmp_path / "classifier"))
+
+
+def test_raw_texts_are_judged_without_a_chat_template(tiny_reward_model, by_transformers):
+    raw = RewardWorker(str(tiny_reward_model), render="raw")
+    expected = by_transformers("what is 12 + 34?the answer is 46<|im_end|>")
+    assert rewards(raw, [CONVERSATION]) == pytest.approx([expected], abs=1e-5)

@@ -1,0 +1,83 @@
+"""Rows in OpenRLHF's form, from episodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from envgym.episodes.files import write_episodes
+from envgym.errors import ConfigError, RunError
+from envgym.openrlhf.rows import Rows
+from envgym.types import Episode, Message, Outcome, Row, Segment, Task, Turn
+
+TEMPLATE = "{input} <rm_score>: {reward} "
+
+
+def episode(number, asked, answer, reward, outcome=None):
+    task = Task(asked, asked)
+    row = Row([Segment("action", [1])], turns=[Turn(reward, "stop")])
+    made = Episode(f"g{number}", task, outcome or Outcome.completed(), [row], env="e", group=f"g{asked}", member=number)
+    made.reward = reward
+    made.messages = [Message.of("user", asked), Message.of("assistant", answer)]
+    return made
+
+
+EPISODES = [
+    episode(0, "two?", "2", 0.5), episode(1, "two?", "two", 2.0), episode(2, "two?", "ii", -1.0),
+    episode(3, "three?", "3", 1.0), episode(4, "three?", "3", 1.0), episode(5, "three?", " ", 9.0),
+    episode(6, "four?", "", 0.0, Outcome.failed("engine", "it died")),
+]  # fmt: skip
+
+
+@pytest.fixture
+def written(tmp_path, tiny_model):
+    def write(**options):
+        source, out = tmp_path / "episodes.jsonl", tmp_path / "rows" / "out.jsonl"
+        write_episodes(source, EPISODES)
+        settings = {"chat": False, "post_processor": None, "normalise": False, "template": TEMPLATE, **options}
+        number = Rows(source, out, model=str(tiny_model), **settings).write()
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len(rows) == number
+        return rows
+
+    return write
+
+
+def test_an_answer_is_a_row(written):
+    rows = written()
+    assert [(row["input"], row["output"], row["reward"]) for row in rows] == [
+        ("two?", "2", 0.5), ("two?", "two", 2.0), ("two?", "ii", -1.0), ("three?", "3", 1.0), ("three?", "3", 1.0)
+    ]  # fmt: skip
+
+
+def test_the_input_is_what_the_chat_template_makes_of_the_question(written):
+    assert written(chat=True)[0]["input"] == "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_rejection_sampling_keeps_the_best(written):
+    assert [(row["output"], row["reward"]) for row in written(post_processor="rs")] == [("two", 2.0), ("3", 1.0)]
+
+
+def test_iterative_dpo_pairs_the_best_with_the_worst(written):
+    assert written(post_processor="iter_dpo") == [
+        {"prompt": "two?", "chosen": "two", "rejected": "ii", "chosen_reward": 2.0, "rejected_reward": -1.0}
+    ]  # what has one answer alone has no pair
+
+
+def test_conditional_sft_writes_the_reward_behind_the_question(written):
+    rows = written(post_processor="csft")
+    assert rows[1]["input"] == "two? <rm_score>: 2.00 "
+    normal = written(post_processor="csft", normalise=True, template="{reward}: {input}")
+    # mean 0.7, standard deviation sqrt((0.04 + 1.69 + 2.89 + 0.09 + 0.09) / 4) = 1.0954
+    assert [row["input"] for row in normal][:2] == ["-0.18: two?", "1.19: two?"]
+
+
+def test_nothing_to_write_and_wrong_options_are_said(written, tmp_path, tiny_model, monkeypatch):
+    with pytest.raises(ConfigError, match="post_processor is rs, csft or iter_dpo, not best"):
+        written(post_processor="best")
+    with pytest.raises(ConfigError, match=r"no \{reward\} in it"):
+        written(template="{input}")
+    monkeypatch.setitem(globals(), "EPISODES", EPISODES[-2:])
+    with pytest.raises(RunError, match="there is no row to write"):
+        written()

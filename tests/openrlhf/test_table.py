@@ -1,0 +1,97 @@
+"""The table has every flag, each with exactly one thing that becomes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from envgym.config.known_settings import known_keys
+from envgym.errors import ConfigError
+from envgym.openrlhf import PROGRAMS, help_of
+from envgym.openrlhf.table import CLASSES, TRAINING, entries, flags_of, parse
+
+HERE = Path(__file__).parent
+OTHERS = {"address", "runtime", "module", "nproc_per_node", "num_gpus", "node", "num", "head", "nodes", "ntasks",
+          "gpus", "job", "config", "deepspeed", "iteration", "port", "working"}  # fmt: skip
+"""Flags of launchers, of Ray and of Slurm in the same documents."""
+
+
+def test_every_flag_of_the_parsers_is_known_to_its_programs():
+    lines = [line.split() for line in (HERE / "flags.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 300
+    for name, *programs in lines:
+        for program in programs:
+            spelled = {spelling for flag in flags_of(program).values() for spelling in (flag.name, *flag.also)}
+            assert name in spelled, f"{program} --{name}"
+
+
+def test_every_flag_in_the_commands_is_known():
+    text = (HERE / "commands.md").read_text()
+    known = {spelling for name, entry in entries().items() for spelling in (name, *entry.get("also", ()))}
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w+)", text)) - OTHERS
+    assert len(named) > 90
+    assert named <= known
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_exactly_one_thing_becomes_of_a_flag(program):
+    for flag in flags_of(program).values():
+        assert sum(getattr(flag, kind) is not None for kind in CLASSES) == 1, flag.name
+        reason = flag.ignored or flag.refused
+        assert reason is None or len(reason) > 15, flag.name
+        assert f"--{flag.name} " in help_of(program)
+
+
+def test_what_flags_are_mapped_to_are_settings():
+    learners = ("ppo", "sft", "dpo", "kto", "distill", "reward_model")
+    keys = {key for learner in learners for key in known_keys({"learner": learner, "env": "recorded"})}
+    for name, entry in entries().items():
+        to = entry.get("to", [])
+        for key in [to] if isinstance(to, str) else to:
+            is_open = key.startswith(("roles.", "env.", "engine.args.", "workers.deepspeed.", "agent."))
+            is_served = entry["programs"] == ("serve_rm",)
+            assert is_open or is_served or key in keys, f"--{name} -> {key}"
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "said"),
+    [
+        ("train_dpo", ["--betta", "0.1"], "train_dpo has no flag --betta. Did you mean 'beta'?"),
+        ("train_dpo", ["--kd_coef", "0.1"], "train_dpo has no flag --kd_coef. It is a flag of train_kd."),
+        ("train_sft", ["--max_len"], "train_sft: --max_len takes a value"),
+        ("train_sft", ["--max_len", "--bf16"], "train_sft: --max_len takes a value"),
+        ("train_sft", ["--max_len", "long"], "train_sft: --max_len is a number, not 'long'"),
+        ("train_sft", ["--adam_betas", "0.9"], "train_sft: --adam_betas takes two numbers"),
+        ("train_sft", ["model"], "train_sft: 'model' is neither a flag nor the value of one"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(program, words, said):
+    with pytest.raises(ConfigError) as error:
+        parse(program, words)
+    assert str(error.value) == said
+
+
+def test_values_are_read_as_argparse_would():
+    given, notes = parse(
+        "train_sft",
+        ["--learning-rate=5e-6", "--target_modules", "q_proj,v_proj", "k_proj", "--adam_betas", "0.9", "0.95",
+         "--input_template", '""', "--data.max_len", "128", "--bf16", "..."],
+    )  # fmt: skip
+    assert given == {
+        "learning_rate": 5e-6, "target_modules": ["q_proj", "v_proj", "k_proj"], "adam_betas": [0.9, 0.95],
+        "input_template": "", "max_len": 128, "bf16": True,
+    }  # fmt: skip
+    assert notes == ["... is left out: it stands for flags that are not here"]
+
+
+def test_the_page_says_what_the_table_says():
+    page = (HERE.parents[1] / "docs" / "from_openrlhf.md").read_text()
+    rows = re.findall(r"^\| `--(\w+)` \| (.*?) \|$", page, re.MULTILINE)
+    assert len(rows) > 30
+    for name, becomes in rows:
+        own = [different for of, different in entries()[name].get("own", {}).items() if of in TRAINING]
+        keys = [entry.get("to") for entry in (entries()[name], *own)]
+        for key in [key for to in keys if to for key in ([to] if isinstance(to, str) else to)]:
+            assert f"`{key}`" in becomes, f"--{name} -> {key}"

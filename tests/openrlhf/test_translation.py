@@ -1,0 +1,171 @@
+"""What becomes of flags that belong together, of `rlhf.yaml`, and of what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from envgym.config.words import parse_words
+from envgym.errors import ConfigError
+from envgym.openrlhf import entry_point, translate, translate_file
+
+PPO = ["--pretrain", "org/model", "--prompt_data", "org/prompts", "--reward_pretrain", "org/judge"]
+SFT = ["--pretrain", "org/model", "--dataset", "rows"]
+PLAY, JUDGE = ([*SFT, "--output_path", "o", "--eval_task", task] for task in ("play", "rm"))
+
+
+def settings_of(program, *flags, **options):
+    return translate(program, list(flags), **options).settings
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        ("train_ppo_rai", PPO, "there is no program 'train_ppo_rai'. Did you mean 'train_ppo_ray'?"),
+        ("train_sft", SFT[:2], "train_sft: which data? Give --dataset"),
+        ("train_ppo_ray", PPO[2:], "train_ppo_ray: which model? Give --pretrain"),
+        ("train_ppo_ray", PPO[:2] + PPO[4:], "train_ppo_ray: which prompts? Give --prompt_data"),
+        ("train_ppo_ray", PPO[:4], "train_ppo_ray: who rewards?"),
+        ("train_ppo_ray", [*PPO, "--remote_rm_url", "f.py"], "--remote_rm_url and --reward_pretrain exclude"),
+        ("train_ppo_ray", [*PPO, "--agent_func_path", "f.py"], "--agent_func_path and --reward_pretrain exclude"),
+        ("train_ppo_ray", [*PPO, "--advantage_estimator", "vtrace"], "--advantage_estimator is one of gae, reinforce"),
+        ("train_ppo_ray", [*PPO, "--advantage_estimator", "rloo"], "rloo compares the answers to one prompt"),
+        ("train_ppo_ray", [*PPO, "--kl_estimator", "k4"], "--kl_estimator is one of k1, k2, k3, not k4"),
+        ("train_ppo_ray", [*PPO, "--use_ms"], "--use_ms: the ModelScope hub is not read"),
+        ("train_sft", [*SFT, "--apply_chat_template", "--input_template", "{}"], "exclude each other"),
+        ("train_sft", [*SFT, "--dataset_probs", "0.5,0.5"], None),
+        ("train_sft", [*SFT[:3], "a,b,c", "--dataset_probs", "0.5,0.5"], "names 3 sources, --dataset_probs 2"),
+        ("train_rm", [*SFT, "--loss", "logexp"], "--loss logexp"),
+        ("train_prm", SFT, "train_prm: at which text does a step end? Give --placeholder_token"),
+        ("batch_inference", PLAY, "generate_vllm, generate or rm, not play"),
+        ("batch_inference", [*JUDGE, "--post_processor", "best"], "rs, csft"),
+        ("batch_inference", [*JUDGE, "--reward_template", "{input}"], "{reward}"),
+        ("serve_rm", [], "serve_rm: which model? Give --reward_pretrain"),
+        ("lora_combiner", ["--model_path", "m", "--lora_path", "l"], "where is the result to go? Give --output_path"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_said_in_one_line(program, flags, said):
+    if said is None:
+        translate(program, flags)
+        return
+    with pytest.raises(ConfigError) as error:
+        translate(program, flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_conditions_between_flags():
+    assert "learner.kl.place" not in settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")
+    assert settings_of("train_ppo_ray", *PPO, "--init_kl_coef", "0")["learner.kl.coef"] == 0
+    assert "lora.alpha" not in settings_of("train_sft", *SFT)
+    with_lora = settings_of("train_sft", *SFT, "--lora_rank", "8", "--load_in_4bit")
+    assert (with_lora["lora.alpha"], with_lora["lora.quantize"], with_lora["lora.targets"]) == (
+        16,
+        "4bit",
+        "all-linear",
+    )
+    assert "roles.critic.lr" not in settings_of("train_ppo_ray", *PPO, "--advantage_estimator", "reinforce")
+    mean = settings_of("train_ppo_ray", *PPO, "--no_advantage_std_norm")
+    assert mean["learner.advantage_norm"] == "batch_mean"
+    icepop = settings_of("train_ppo_ray", *PPO, "--use_icepop", "--vllm_is_truncated_threshold", "0.4", "3")
+    assert [icepop[f"learner.correction.{key}"] for key in ("kind", "low", "high")] == ["icepop", 0.4, 3]
+    clips = settings_of("train_ppo_ray", *PPO, "--eps_clip_low_high", "0.2", "0.28")
+    assert (clips["learner.clip_low"], clips["learner.clip_high"]) == (0.2, 0.28)
+    hf = settings_of("train_ppo_ray", *PPO, "--vllm_num_engines", "0")
+    assert (hf["engine.count"], hf["engine.kind"]) == (1, "transformers")
+    kinds = settings_of("train_ppo_ray", *PPO, "--use_dynamic_batch", "--train_max_tokens_per_gpu", "999")
+    assert kinds["workers.tokens_per_microbatch"] == 999
+
+
+def test_sources_with_weights():
+    made = settings_of("train_sft", *SFT[:3], "a,org/b", "--dataset_probs", "0.3,0.7")
+    assert {key: value for key, value in made.items() if key.startswith("data.sources")} == {
+        "data.sources.s1.path": "a", "data.sources.s1.weight": 0.3,
+        "data.sources.s2.path": "org/b", "data.sources.s2.weight": 0.7,
+    }  # fmt: skip
+
+
+def test_several_reward_models():
+    made = settings_of("train_ppo_ray", *PPO[:4], "--reward_pretrain", "a,b", "--apply_chat_template")
+    assert made["env.models"] == [{"model": "a"}, {"model": "b"}]
+
+
+def test_words_are_read_back_as_they_are():
+    template = "a: {}\nb = [1] '\"' "
+    made = translate("train_sft", [*SFT, "--input_template", template, "--max_samples", "7"])
+    read = parse_words(made.arguments[3:])
+    assert read["env"]["template"] == template
+    assert read["data"]["limit"] == 7
+    assert read["learner"]["lr"] == 5e-6
+
+
+def test_a_token_is_no_setting_and_is_in_the_environment():
+    made = translate("train_sft", [*SFT, "--use_wandb", "s3cret", "--wandb_run_name", "first"])
+    assert made.environ == {"WANDB_API_KEY": "s3cret", "WANDB_NAME": "first"}
+    assert not any("s3cret" in word for word in made.arguments)
+    assert translate("train_sft", [*SFT, "--wandb_run_name", "first"]).environ == {}
+
+
+FILE = {
+    "model_name_or_path": "org/model", "ref_model_name_or_path": "org/reference",
+    "data": {"train_file": "pairs.jsonl", "max_length": 512}, "beta": 0.2, "loss_type": "ipo",
+    "peft": {"r": 8, "lora_alpha": 32}, "trace": "swanlab",
+    "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 2e-6},
+    "ppo": {"train_file": "prompts.parquet", "rollout_n": 4, "ppo_mini_batch_size": 64, "actor_lr": 3e-6,
+            "n_gpus_per_node": 2, "nnodes": 1, "reward_model_name_or_path": "org/judge", "kl_loss_type": "low_var_kl"},
+}  # fmt: skip
+
+
+def from_file(tmp_path, name, changes=(), **options):
+    file = tmp_path / "rlhf.yaml"
+    file.write_text(yaml.safe_dump({**FILE, **dict(changes)}))
+    return translate_file(name, ["--config", str(file)], **options)
+
+
+def test_dpo_of_rlhf_yaml(tmp_path):
+    made = from_file(tmp_path, "train_dpo", world_size=4)
+    wanted = {
+        "model": "org/model", "roles.reference.model": "org/reference", "data.path": "pairs.jsonl",
+        "agent.max_tokens": 512, "learner.beta": 0.2, "learner.loss": "ipo", "lora.rank": 8, "lora.alpha": 32,
+        # 2 pairs on each of 4 ranks, 4 times before a step
+        "rollout.tasks": 32, "workers.ranks": 4, "learner.lr": 2e-6, "report_to": ["swanlab"],
+    }  # fmt: skip
+    assert {key: made.settings.get(key) for key in wanted} == wanted
+    assert made.words == ["--recipe", "dpo"]
+
+
+def test_ppo_and_grpo_of_rlhf_yaml(tmp_path):
+    made = from_file(tmp_path, "train_grpo")
+    wanted = {
+        "data.path": "prompts.parquet", "data.prompt": "prompt", "rollout.group_size": 4, "learner.lr": 3e-6,
+        # VERL counts prompts: 64 of 1024 a mini-batch
+        "rollout.tasks": 1024, "learner.minibatches": 16, "learner.kl.place": "loss", "learner.kl.estimator": "k3",
+        "learner.kl.coef": 0.001, "workers.ranks": 2, "colocate": "all", "render": "chat",
+        "roles.reference.model": "org/reference", "env.models": [{"model": "org/judge"}],
+    }  # fmt: skip
+    assert {key: made.settings.get(key) for key in wanted} == wanted
+    ppo = from_file(tmp_path, "train_ppo")
+    assert ppo.words[1] == "ppo"
+    assert ppo.settings["learner.kl.coef"] == 0  # neither in the loss nor in the reward
+    assert "roles.reference.model" not in ppo.settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss_type": "pai"}, "loss_type: pai: no paper that we know of"),
+        ({"loss_type": "hinge"}, "loss_type is one of sigmoid, ipo, pai, not hinge"),
+        ({"betta": 1}, "unknown key 'betta'. Did you mean 'beta'?"),
+    ],
+)
+def test_what_rlhf_yaml_may_not_say(tmp_path, changes, said):
+    with pytest.raises(ConfigError) as error:
+        from_file(tmp_path, "train_dpo", changes)
+    assert said in str(error.value)
+
+
+def test_entry_points_are_found_by_name_and_by_path():
+    assert entry_point("rlhf:train_dpo") == "train_dpo"
+    assert entry_point("self_model/rlhf/train_grpo.py") == "train_grpo"
+    assert entry_point("train_dpo") is None  # OpenRLHF's
+    assert entry_point("train_sft.py") is None
