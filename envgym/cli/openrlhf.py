@@ -100,9 +100,7 @@ def _shown(made: Translation) -> str:
     line = f"{variables}envgym " + " \\\n  ".join(words)
     if made.save_path is not None:
         line += f"\ncp -r {shlex.quote(str(made.run / made.kept))} {shlex.quote(str(made.save_path))}"
-    return (
-        line if made.rows is None else f"{line}\n# and writes {made.rows.out}, rows in OpenRLHF's form, from that file"
-    )
+    return line if made.finish is None else f"{line}\n# and rows in OpenRLHF's form are made of that file"
 
 
 def _run(made: Translation, invocation: Invocation) -> int:
@@ -111,6 +109,6 @@ def _run(made: Translation, invocation: Invocation) -> int:
     status: int = command.main(made.arguments[1:], invocation)
     if status == 0 and made.save_path is not None:
         shutil.copytree(made.run / made.kept, made.save_path, dirs_exist_ok=True)
-    if status == 0 and made.rows is not None:
-        print(f"{made.rows.write()} rows in {made.rows.out}")
+    if status == 0 and made.finish is not None:
+        print(made.finish())
     return status

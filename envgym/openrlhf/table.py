@@ -35,6 +35,7 @@ class Flag:
     unless: Any = None
     condition: str | None = None
     needed: str | None = None
+    excludes: Sequence[str] = ()
 
 
 CLASSES = ("to", "derive", "environ", "ignored", "refused")

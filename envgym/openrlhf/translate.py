@@ -8,20 +8,9 @@ from typing import Any
 
 from envgym.errors import ConfigError, did_you_mean
 
-from .rows import Rows
+from .rows import post_processor, write_rows
 from .table import PROGRAMS, parse
 from .translation import Flags, Translation, apply, sources, template, trained
-
-ESTIMATORS = {
-    "gae": "ppo", "reinforce": "reinforce++", "rloo": "rloo", "reinforce_baseline": "reinforce++_baseline",
-    "group_norm": "grpo", "dr_grpo": "dr_grpo",
-}  # fmt: skip
-"""Recipes of reinforcement learning by the names that they have as advantage estimators."""
-RECIPES = {
-    "train_sft": ("sft", "demonstration"), "train_rm": ("rm", "preference"), "train_prm": ("prm", "steps"),
-    "train_dpo": ("dpo", "preference"), "train_kto": ("kto", "labelled"), "train_kd": ("distill", "demonstration"),
-}  # fmt: skip
-"""Recipe, and form of the data, by program."""
 
 
 def translate(program: str, arguments: Sequence[str], *, world_size: int | None = None) -> Translation:
@@ -50,10 +39,11 @@ def translated(flags: Flags, notes: Sequence[str]) -> Translation:
 def _learn(flags: Flags, made: Translation) -> None:
     """Fill in what is said by several flags together."""
     settings = made.settings
-    recipe, form = RECIPES[flags.program]
     is_text = flags.program == "train_sft" and bool(flags["pretrain_mode"])
-    made.words = ["--recipe", recipe]
-    settings |= {"env.form": "text" if is_text else form, "workers.ranks": flags.world_size or 1}
+    made.words = ["--recipe", "distill" if flags.program == "train_kd" else flags.program.removeprefix("train_")]
+    settings["workers.ranks"] = flags.world_size or 1
+    if flags.program in ("train_sft", "train_kd"):  # the recipes of the others name theirs
+        settings["env.form"] = "text" if is_text else "demonstration"
     trained(flags, made, int(flags["max_len"]))
     settings |= sources(flags, "dataset", "dataset_probs")
     if flags.program == "train_prm" or is_text:
@@ -85,13 +75,11 @@ def _fields(flags: Flags, made: Translation) -> dict[str, Any]:
 def _ppo(flags: Flags, made: Translation) -> None:
     """Fill in what is said by several flags together."""
     settings, estimator = made.settings, flags["advantage_estimator"]
-    if estimator not in ESTIMATORS:
-        raise ConfigError(f"train_ppo_ray: --advantage_estimator is one of {', '.join(ESTIMATORS)}, not {estimator}")
     if flags["n_samples_per_prompt"] < 2 and estimator not in ("gae", "reinforce"):
         raise ConfigError(
             f"train_ppo_ray: {estimator} compares the answers to one prompt. How many? Give --n_samples_per_prompt"
         )
-    made.words = ["--recipe", ESTIMATORS[estimator]]
+    made.words = ["--recipe", settings.pop("recipe")]
     length = int(flags["max_len"] or flags["prompt_max_len"] + flags["generate_max_len"])
     settings["engine.max_model_len"] = length
     trained(flags, made, length)
@@ -104,21 +92,21 @@ def _ppo(flags: Flags, made: Translation) -> None:
 
 def _reward(flags: Flags, made: Translation) -> None:
     """Who judges: an agent's file, a reward function's, a server, or models."""
-    source, settings = flags.one_of("agent_func_path", "remote_rm_url", "reward_pretrain"), made.settings
-    if source is None:
+    settings = made.settings
+    value = str(flags["agent_func_path"] or flags["remote_rm_url"] or flags["reward_pretrain"] or "")
+    if not value:
         raise ConfigError(
             "train_ppo_ray: who rewards? Give --reward_pretrain MODEL, --remote_rm_url URL or FILE.py, or "
             "--agent_func_path FILE.py"
         )
-    value = str(flags[source])
-    if source != "reward_pretrain" and value.endswith(".py"):
+    if not flags["reward_pretrain"] and value.endswith(".py"):
         made.words += ["--env", value]
         settings["env.chat"] = settings["render"] == "chat"
         if flags["normalize_reward"]:
             made.notes.append("--normalize_reward is left out: what a file pays is as it says")
         return
     made.words += ["--env", "reward_model"]
-    if source == "remote_rm_url":
+    if flags["remote_rm_url"]:
         settings["env.endpoints"] = [{"urls": value.split(",")}]
         return
     own: dict[str, Any] = {"normalise": True} if flags["normalize_reward"] else {}
@@ -198,15 +186,10 @@ def _batch_inference(flags: Flags, made: Translation) -> None:
     episodes = Path(f"{out}.episodes.jsonl")
     (_judge if task == "rm" else _generate)(flags, made)
     made.words += ["--out", str(episodes), "--overwrite"]
-    made.rows = Rows(
-        episodes,
-        out,
-        model=str(flags["pretrain"]),
-        chat=bool(flags["apply_chat_template"]),
-        post_processor=flags["post_processor"] if flags["post_processor"] not in ("null", "None") else None,
-        normalise=bool(flags["normalize_reward"]),
-        template=str(flags["reward_template"]),
-    )
+    processor = None if flags["post_processor"] in ("null", "None") else flags["post_processor"]
+    process = post_processor(processor, flags["reward_template"], normalise=bool(flags["normalize_reward"]))
+    chat, model = bool(flags["apply_chat_template"]), str(flags["pretrain"])
+    made.finish = lambda: f"{write_rows(episodes, out, model, process, chat=chat)} rows in {out}"
 
 
 def _generate(flags: Flags, made: Translation) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from envgym.config.words import parse_words
 from envgym.errors import ConfigError
 
-from .rows import Rows
 from .table import Flag, flags_of
 
 
@@ -35,8 +34,8 @@ class Translation:
     """The run's folder."""
     resumes: bool = False
     """Go on with the run of that name where there is one."""
-    rows: Rows | None = None
-    """Rows that are made of the episodes in the end."""
+    finish: Callable[[], str] | None = None
+    """What is done when the command has ended; says what."""
 
     @property
     def arguments(self) -> list[str]:
@@ -62,13 +61,6 @@ class Flags:
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.known[name].default)
 
-    def one_of(self, *names: str) -> str | None:
-        """Which of these is given. Raises `ConfigError` where two are."""
-        found = [name for name in names if self.given.get(name)]
-        if len(found) > 1:
-            raise ConfigError(f"{self.program}: --{found[0]} and --{found[1]} exclude each other: leave one out")
-        return found[0] if found else None
-
     def hold(self, condition: str | None) -> bool:
         """True if a flag's condition holds: a flag is given or positive, or has a value; after `!` it must not."""
         if condition is None:
@@ -85,6 +77,8 @@ class Flags:
 def apply(flag: Flag, flags: Flags, made: Translation) -> None:
     """What becomes of one flag by itself."""
     value, is_given = flags[flag.name], flag.name in flags.given
+    if is_given and (others := [name for name in flag.excludes if flags.given.get(name)]):
+        raise ConfigError(f"{flags.program}: --{flag.name} and --{others[0]} exclude each other: leave one out")
     if value is None and flag.needed:
         raise ConfigError(f"{flags.program}: {flag.needed}? Give --{flag.name}")
     if is_given and flag.refused is not None and value != flag.unless:
@@ -116,11 +110,9 @@ def trained(flags: Flags, made: Translation, max_len: int) -> None:
     made.save_path, made.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])
     made.kept = "adapter" if flags["lora_rank"] else "model"
     settings.setdefault("workers.tokens_per_microbatch", flags["micro_train_batch_size"] * max_len)
-    trackers = [name for name in ("wandb", "tensorboard") if flags[f"use_{name}"]]
-    if trackers:
-        settings["report_to"] = trackers
-    if flags["use_wandb"] and str(flags["use_wandb"]).lower() not in ("true", "1"):
-        made.environ["WANDB_API_KEY"] = str(flags["use_wandb"])
+    if token := flags["use_wandb"]:
+        settings["report_to"] = ["wandb", *settings.get("report_to", ())]
+        made.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
     if flags["eval_dataset"] is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
     else:
@@ -143,11 +135,7 @@ def sources(flags: Flags, paths: str, probabilities: str, key: str = "data") -> 
 
 def template(flags: Flags, made: Translation, key: str, after: str = "") -> None:
     """The chat template, or text around what is asked. `after`: text behind it in either case."""
-    text = flags["input_template"] or ""
-    if flags["apply_chat_template"]:
-        if "input_template" in flags.given and text:
-            raise ConfigError(f"{flags.program}: --apply_chat_template and --input_template exclude each other")
-        text = ""
+    text = "" if flags["apply_chat_template"] else flags["input_template"] or ""
     made.settings["render"] = "chat" if flags["apply_chat_template"] else "raw"
     if "\\n" in text:
         made.notes.append("--input_template: \\n is read as a new line")

@@ -232,7 +232,7 @@ def test_prompts_alone_are_for_a_policy_to_answer(write):
         data = {"path": write({"context": ASKED}, {"context": "2 + 3?"}), "test_fraction": 0}
         settings = {"form": "prompt", "fields": {"prompt": "context"}}
         async with envgym.spec("recorded", data=data, **settings) as spec:
-            env = spec.env_class(spec)
+            env = spec.make()
             observation, _ = await env.reset(options={"task": await spec.tasks("train").get(0)})
             return spec.agent, observation, await env.step(envgym.Action("3"))
 

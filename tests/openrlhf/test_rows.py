@@ -8,7 +8,7 @@ import pytest
 
 from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, RunError
-from envgym.openrlhf.rows import Rows
+from envgym.openrlhf.rows import post_processor, write_rows
 from envgym.types import Episode, Message, Outcome, Row, Segment, Task, Turn
 
 TEMPLATE = "{input} <rm_score>: {reward} "
@@ -32,11 +32,11 @@ EPISODES = [
 
 @pytest.fixture
 def written(tmp_path, tiny_model):
-    def write(**options):
+    def write(name=None, *, chat=False, normalise=False, template=TEMPLATE):
         source, out = tmp_path / "episodes.jsonl", tmp_path / "rows" / "out.jsonl"
         write_episodes(source, EPISODES)
-        settings = {"chat": False, "post_processor": None, "normalise": False, "template": TEMPLATE, **options}
-        number = Rows(source, out, model=str(tiny_model), **settings).write()
+        process = post_processor(name, template, normalise=normalise)
+        number = write_rows(source, out, str(tiny_model), process, chat=chat)
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         assert len(rows) == number
         return rows
@@ -56,26 +56,26 @@ def test_the_input_is_what_the_chat_template_makes_of_the_question(written):
 
 
 def test_rejection_sampling_keeps_the_best(written):
-    assert [(row["output"], row["reward"]) for row in written(post_processor="rs")] == [("two", 2.0), ("3", 1.0)]
+    assert [(row["output"], row["reward"]) for row in written("rs")] == [("two", 2.0), ("3", 1.0)]
 
 
 def test_iterative_dpo_pairs_the_best_with_the_worst(written):
-    assert written(post_processor="iter_dpo") == [
+    assert written("iter_dpo") == [
         {"prompt": "two?", "chosen": "two", "rejected": "ii", "chosen_reward": 2.0, "rejected_reward": -1.0}
     ]  # what has one answer alone has no pair
 
 
 def test_conditional_sft_writes_the_reward_behind_the_question(written):
-    rows = written(post_processor="csft")
+    rows = written("csft")
     assert rows[1]["input"] == "two? <rm_score>: 2.00 "
-    normal = written(post_processor="csft", normalise=True, template="{reward}: {input}")
+    normal = written("csft", normalise=True, template="{reward}: {input}")
     # mean 0.7, standard deviation sqrt((0.04 + 1.69 + 2.89 + 0.09 + 0.09) / 4) = 1.0954
     assert [row["input"] for row in normal][:2] == ["-0.18: two?", "1.19: two?"]
 
 
 def test_nothing_to_write_and_wrong_options_are_said(written, tmp_path, tiny_model, monkeypatch):
     with pytest.raises(ConfigError, match="post_processor is rs, csft or iter_dpo, not best"):
-        written(post_processor="best")
+        written("best")
     with pytest.raises(ConfigError, match=r"no \{reward\} in it"):
         written(template="{input}")
     monkeypatch.setitem(globals(), "EPISODES", EPISODES[-2:])
