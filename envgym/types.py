@@ -7,8 +7,10 @@ columnar file in the run folder.
 from __future__ import annotations
 
 import json
+import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -381,6 +383,20 @@ class Outcome:
         return cls(Status.FAILED, kind, retryable, message)
 
 
+Span = tuple[str, float, float]
+"""What was done from when to when: seconds since 1970."""
+
+
+@contextmanager
+def timed(spans: list[Span], kind: str) -> Iterator[None]:
+    """Add the time spent inside to `spans`."""
+    began = time.time()
+    try:
+        yield
+    finally:
+        spans.append((kind, began, time.time()))
+
+
 @dataclass(slots=True)
 class Episode:
     """Record of a policy's attempt at a task.
@@ -410,6 +426,8 @@ class Episode:
     attempt: int = 0
     seconds: float = 0.0
     fingerprints: dict[str, str] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list, compare=False)
+    """When it waited, was sampled and stepped, where it has just been played. Not part of its record."""
 
     @property
     def failed(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
 from envgym.isolation.blocking import OwnThread
 from envgym.isolation.deadline import Deadline
-from envgym.types import Action, Observation, Task, as_observation
+from envgym.types import Action, Observation, Span, Task, as_observation, timed
 
 from .protocol import Env, Info
 
@@ -42,6 +42,8 @@ class CheckedEnv(Env):
         self.spec = spec
         self.rng = env.rng
         self.task: Task | None = None
+        self.spans: list[Span] = []
+        """The times of its resets and steps."""
         self._playing = False
         self._has_slot = False
         methods = (env.reset, env.step, env.close)
@@ -71,7 +73,8 @@ class CheckedEnv(Env):
         elif not isinstance(task, Task):
             raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
         given["task"] = self.task = task
-        result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
+        with timed(self.spans, "environment"):
+            result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {result!r:.80}")
         self._playing = True
@@ -80,7 +83,8 @@ class CheckedEnv(Env):
     async def step(self, action: Action) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:
             raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        result = await self._call(self.env.step, action)
+        with timed(self.spans, "environment"):
+            result = await self._call(self.env.step, action)
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
                 f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "

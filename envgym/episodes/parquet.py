@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envgym.disk import replacing
 from envgym.errors import DataError, missing_package
@@ -13,15 +14,53 @@ from envgym.types import Episode
 
 from .record import from_record, to_record
 
+if TYPE_CHECKING:
+    from envgym.learner import FloatArray, Trajectory
+
+
+ROWS_A_GROUP = 16
+"""Episodes of a row group: one is read with these few, not with its whole file."""
+
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     """Write episodes to `path` in one rename. Columns are the fields of `envgym.episodes.record`: the task and the
-    arguments of tool calls as text (JSON), log-probabilities with the precision of a float32."""
+    arguments of tool calls as text (JSON), log-probabilities with the precision of a float32. Beside them what lists of
+    episodes show: sampled `tokens`, `turns`, and `surprise`, the mean of minus the log-probability of a token."""
     pa, pq = _pyarrow("writing rollouts")
     tasks: dict[int, str] = {}  # a task, which the members of a group share, is written out once
     table = pa.Table.from_pylist([_columns(episode, tasks) for episode in episodes], _schema(pa))
     with replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_A_GROUP)
+
+
+def write_learned(
+    path: Path, groups: Sequence[Sequence[Trajectory]], first: Mapping[int, FloatArray], last: Mapping[int, FloatArray]
+) -> None:
+    """Write what learning made of a step's rows to `path` in one rename, a row of the file for each: the `episode` and
+    the number of its `row`, and as float32 a token `advantages`, `logprobs` (the trainer's when it first learned from
+    the row, in nats) and `ratios` (the last policy that learned from it over the one that sampled).
+
+    `first` and `last` are the trainer's log-probabilities by the `id` of the sample.
+    """
+    import numpy as np
+
+    pa, pq = _pyarrow("writing rollouts")
+    columns: dict[str, list[Any]] = {name: [] for name in ("episode", "row", "advantages", "logprobs", "ratios")}
+    for trajectory in (trajectory for group in groups for trajectory in group):
+        for number, sample in enumerate(trajectory.samples):
+            if id(sample) not in first or "advantages" not in sample.arrays:
+                continue
+            sampled = np.isfinite(sample.old_logprobs)
+            ratios = np.exp(np.where(sampled, last[id(sample)] - sample.old_logprobs, 0.0))
+            values = (trajectory.episode.id, number, sample.arrays["advantages"], first[id(sample)], ratios)
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+    floats = pa.list_(pa.float32())
+    types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
+    table = pa.table(columns, pa.schema(list(types.items())))
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_A_GROUP)
 
 
 def read_rollouts(path: Path) -> list[Episode]:
@@ -60,7 +99,13 @@ def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], default=str)
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
-    return {**record, **maps, "task": task}
+    sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
+    listed = {
+        "tokens": sum(row.n_action_tokens for row in episode.rows),
+        "turns": sum(len(row.turns) for row in episode.rows),
+        "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
+    }
+    return {**record, **maps, **listed, "task": task}
 
 
 def _schema(pa: Any) -> Any:
@@ -99,5 +144,8 @@ def _schema(pa: Any) -> Any:
         fingerprints=pa.map_(text, text),
         messages=pa.list_(message),
         rows=pa.list_(row),
+        tokens=integer,
+        turns=token,
+        surprise=number,
     )
     return pa.schema(list(episode))

@@ -35,7 +35,7 @@ from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
 from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
-from envgym.types import Episode, Group, Judgement, Outcome, Task
+from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed
 
 from .sampler import EpisodeSampler, Waves
 
@@ -203,12 +203,14 @@ class Runner:
                 derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
             )
         WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
+        waiting: list[Span] = []
         start = time.monotonic()
         env: CheckedEnv | None = None
         is_left = False
         try:
             env = spec.make()
-            await env.acquire()  # waiting for a place is not the episode's own time
+            with timed(waiting, "waiting"):
+                await env.acquire()  # waiting for a place is not the episode's own time
             start = time.monotonic()
             # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
             seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
@@ -233,6 +235,7 @@ class Runner:
         episode.member, episode.attempt = member, attempt
         episode.seed, episode.seconds = env_seed, time.monotonic() - start
         episode.fingerprints = {**self._fingerprint(spec), "task": hashed}
+        episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
         return episode
 
     async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:

@@ -9,7 +9,7 @@ from typing import Any
 
 from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from envgym.hashing import derived_seed
-from envgym.types import Message, ToolSpec
+from envgym.types import Message, Span, ToolSpec, timed
 
 
 class Waves:
@@ -72,6 +72,7 @@ class EpisodeSampler:
     seed: int | None = None
     turn: int = field(default=0, init=False)
     has_ended: bool = field(default=False, init=False)
+    spans: list[Span] = field(default_factory=list, init=False)
 
     def end(self) -> None:
         """Answer no more: the episode is over, though something may not know it."""
@@ -82,7 +83,8 @@ class EpisodeSampler:
         sampling = self._of_this_turn(overrides).within(self.max_model_len, len(token_ids))
         request = Request(f"{self.episode_id}.{self.turn:04d}", tuple(token_ids), sampling)
         self.turn += 1
-        return await self.engine.generate(request)
+        with timed(self.spans, "generating"):
+            return await self.engine.generate(request)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
@@ -91,7 +93,8 @@ class EpisodeSampler:
         sampling = self._of_this_turn(overrides)
         request = ChatRequest(f"{self.episode_id}.{self.turn:04d}", tuple(messages), tuple(tools), sampling)
         self.turn += 1
-        return await self.engine.chat(request)
+        with timed(self.spans, "generating"):
+            return await self.engine.chat(request)
 
     def _of_this_turn(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
         """The sampling parameters of the next turn."""

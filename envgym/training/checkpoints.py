@@ -19,6 +19,7 @@ from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_y
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.supply import Supply
 from envgym.tasks.cursor import TaskCursor
+from envgym.types import Span, timed
 
 from .launch import Components
 from .run_folder import DAMAGED, RunFolder, state_to_json
@@ -37,6 +38,8 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "trained": 0})
     max_mismatch: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    """The phases since those that were written down last."""
     best: dict[str, Any] | None = None
     """The best checkpoint: `metric`, its `value` there, and `step`."""
 
@@ -51,7 +54,8 @@ class Progress:
         """Count the time spent inside as the phase's, in this step's record (`seconds/PHASE`) and in the stage's."""
         start = time.monotonic()
         try:
-            yield
+            with timed(self.spans, phase):
+                yield
         finally:
             seconds = time.monotonic() - start
             key = f"seconds/{phase}"

@@ -32,6 +32,8 @@ class RunFolder:
     config.yaml       the resolved configuration
     metrics.jsonl     one object a step
     rollouts/         every episode, one compressed columnar file a step
+    learned/          what learning made of its tokens, likewise: advantages, the trainer's log-probabilities
+    events/           when its episodes waited, were sampled and stepped, and the step's phases: lines of JSON
     checkpoints/      what the run resumes from; `best` is a link to the best of them
     model/            the policy at the end, as a Hugging Face folder
     model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
@@ -46,6 +48,8 @@ class RunFolder:
         self.path = path
         self.metrics_file = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
+        self.learned = path / "learned"
+        self.events = path / "events"
         self.checkpoints = path / "checkpoints"
         self.best = self.checkpoints / "best"
         self.model = path / "model"
@@ -56,7 +60,7 @@ class RunFolder:
         self.unfinished_step = path / "unfinished.jsonl"
 
     def create(self) -> None:
-        for folder in (self.path, self.rollouts, self.checkpoints, self.logs):
+        for folder in (self.path, self.rollouts, self.learned, self.events, self.checkpoints, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
     # -- metrics ------------------------------------------------------------------------------------------
@@ -76,12 +80,20 @@ class RunFolder:
         """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
         records = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
-        for path in self.rollouts.glob("step_*.parquet"):
+        for path in [path for folder in (self.rollouts, self.learned, self.events) for path in folder.glob("step_*")]:
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.parquet"
+
+    def learned_file(self, step: int) -> Path:
+        return self.learned / f"step_{step:06d}.parquet"
+
+    def append_event(self, step: int, event: Mapping[str, Any]) -> None:
+        """Write down when something of a step happened; lines of one call are never mixed with another's."""
+        with (self.events / f"step_{step:06d}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
 
     # -- summary ------------------------------------------------------------------------------------------
 

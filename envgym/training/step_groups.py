@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
-from envgym.episodes.parquet import write_rollouts
+from envgym.episodes.parquet import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures, rollout_metrics
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
@@ -15,15 +15,17 @@ from envgym.rollout.runner import SamplingPlan
 from envgym.rollout.supply import Supply, version_of
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor
-from envgym.types import Group, Task
+from envgym.types import Episode, Group, Task
 
 from .checkpoints import Progress
 from .launch import Components
 from .run_folder import RunFolder
 from .stop import Stop
 from .unfinished_step import UnfinishedStep, purpose
+from .update import Update
 
 if TYPE_CHECKING:
+    from envgym.learner import Trajectory
     from envgym.monitoring.display import Display
 
 
@@ -63,6 +65,7 @@ class StepGroups:
         keeps = self.uses_policy and not run.deterministic and self.supply is None
         self.unfinished = UnfinishedStep(folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None)
         self._writing: asyncio.Future[None] | None = None
+        self._writing_learned: asyncio.Future[None] | None = None
 
     async def take(self) -> list[Group]:
         """Play tasks until the step has its groups. They come from the buffer, which outlives the step."""
@@ -100,10 +103,17 @@ class StepGroups:
             record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}
         self.progress.tokens["sampled"] += record.get("tokens/sampled", 0)
 
+    def write_learned(self, groups: Sequence[Sequence[Trajectory]], update: Update) -> None:
+        """Begin to write what was learned of a step's rows."""
+        file = self.folder.learned_file(self.progress.step + 1)
+        write = asyncio.to_thread(write_learned, file, groups, update.first, update.last)
+        self._writing_learned = asyncio.ensure_future(write)
+
     async def written(self) -> None:
-        """What was played last is on the disk."""
-        if self._writing is not None:
-            await self._writing
+        """What was played last, and learned of it, is on the disk."""
+        for writing in (self._writing, self._writing_learned):
+            if writing is not None:
+                await writing
 
     async def moved_on(self) -> None:
         """The engines sample from the weights of the step that was taken last."""
@@ -125,6 +135,16 @@ class StepGroups:
         self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
     ) -> list[Group]:
         """Play tasks, unless the user stops the run first. What `unfinished` has of them is not played again."""
-        kept, add = (None, None) if unfinished is None else (unfinished.kept(plan.purpose, tasks), unfinished.add)
-        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)
+        kept = None if unfinished is None else unfinished.kept(plan.purpose, tasks)
+        timed: set[str] = set()
+
+        def ended(episode: Episode) -> None:
+            if unfinished is not None:
+                unfinished.add(episode)
+            if plan.purpose.startswith("step-") and episode.id not in timed:  # told of once more where it is judged
+                timed.add(episode.id)
+                spans = [[kind, round(start, 4), round(end, 4)] for kind, start, end in episode.spans]
+                self.folder.append_event(self.progress.step + 1, {"episode": episode.id, "spans": spans})
+
+        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=ended)
         return await self.stop.unless(playing)

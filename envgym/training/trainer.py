@@ -99,6 +99,8 @@ class Trainer:
             async with self.engines_wait():
                 self.checkpoints.weights_change()
                 await self.update.learn(groups)
+                if self.update.first:
+                    self.groups.write_learned(groups, self.update)
                 await self.groups.written()  # beside the learning: a step is whole once its episodes are on the disk
                 self.progress.step, self.progress.recorded = self.progress.step + 1, False
                 self.checkpoints.mark_whole_step()
@@ -131,6 +133,9 @@ class Trainer:
             await self.evaluate()
         if step or len(self.progress.record) > 1:
             self.recorder.write(self.progress.record)
+        if self.progress.spans:
+            spans, self.progress.spans = self.progress.spans, []
+            self.folder.append_event(step, {"phases": [[kind, round(a, 4), round(b, 4)] for kind, a, b in spans]})
         self.progress.recorded = True
         due = step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
         if self.checkpoints.best.improves(self.progress) or (step and due):

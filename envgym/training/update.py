@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from envgym.config.schema import StageConfig
 from envgym.errors import RunError
@@ -15,6 +16,9 @@ from .checkpoints import Progress
 from .launch import Components
 from .pretraining import spread
 
+if TYPE_CHECKING:
+    from envgym.learner import FloatArray
+
 
 class Update:
     """Learns from a step's groups: scores their rows, prepares them and takes the optimizer steps they make up."""
@@ -23,6 +27,10 @@ class Update:
         self._components = components
         self._stage = stage
         self._progress = progress
+        self.first: dict[int, FloatArray] = {}
+        self.last: dict[int, FloatArray] = {}
+        """The trainer's log-probabilities [T] of this step's rows, by the `id` of the row: at the first pass over it,
+        and at the last."""
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
@@ -40,6 +48,7 @@ class Update:
     async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Prepare rows and take the optimizer steps they make up, each with denominators over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
+        self.first, self.last = {}, {}
         with progress.timed("prepare"):
             rows = learner.prepare(groups)
             if not rows:
@@ -75,6 +84,9 @@ class Update:
             worker, started = components.workers[role], time.monotonic()
             own = [*rows, *text] if role == "actor" else rows
             metrics = await worker.accumulate(own, denominators)
+            if role == "actor" and components.learner.needs_samples:
+                found = {id(row): line for row, line in await worker.learned_logprobs()}
+                self.first, self.last = found | self.first, self.last | found
             whole = sampling.top_p == 1 and not sampling.top_k  # else they differ by the cut
             if role == "actor" and sync is not None and whole:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.

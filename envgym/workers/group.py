@@ -122,12 +122,19 @@ class WorkerGroup:
         """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
         `mismatch/…`."""
         shares = micro_batches(rows, self.settings.budget, self._n_shares, packed=self.info["packed"])
+        self._accumulated = [[row for batch in share for row in batch] for share in shares]
         results = await self._on_shares("accumulate", [(share, dict(denominators)) for share in shares])
         return merge(
             # Ranks that share rows have the same sums to say of them, but may differ in what is the largest.
             part if rank % self.settings.ranks_per_row == 0 else {n: v for n, v in part.items() if n.endswith("/max")}
             for rank, part in enumerate(results)
         )
+
+    async def learned_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
+        """The rows that were accumulated last, each with the log-probabilities [T] that it was learned with."""
+        results = (await self.on_all("learned_logprobs"))[:: self.settings.ranks_per_row]
+        shares = zip(self._accumulated, results, strict=True)
+        return [pair for rows, lines in shares for pair in zip(rows, lines, strict=True)]
 
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated. Returns what it logs; see `ModelWorker.step`."""

@@ -257,6 +257,7 @@ class ModelWorker(WeightExport):
         which balances experts does: it is each micro-batch's own, by its share of the step's tokens.
         """
         self.engine.train()
+        self._logprobs: list[FloatArray] = []
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
         total: Metrics = {}
         for index, batch in enumerate(microbatches):
@@ -267,6 +268,11 @@ class ModelWorker(WeightExport):
             self.engine.backward(loss * copies, scale_wrt_gas=False)
             add(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
+
+    def learned_logprobs(self) -> list[FloatArray]:
+        """[T] float32 a row of what was accumulated last, in its order: the log-probabilities that it was learned with,
+        before the step. Empty without an `lm` head."""
+        return self._logprobs
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated.
@@ -294,6 +300,7 @@ class ModelWorker(WeightExport):
         """A micro-batch's share of the step's loss, over all its objectives."""
         assert self.learner is not None
         by_objective: dict[str, list[TrainSample]] = {}
+        in_order = rows
         for row in rows:
             by_objective.setdefault(row.objective, []).append(row)
         rows = [row for part in by_objective.values() for row in part]
@@ -301,6 +308,10 @@ class ModelWorker(WeightExport):
         batches = [pad(part, self.device, length) for part in by_objective.values()]
         outputs = self._forward(rows, batches)
         balance = outputs.pop("balance", None)
+        if self.head == "lm":
+            lines = outputs["logprobs"].detach().float().cpu().numpy()
+            of_row = {id(row): line[: len(row.token_ids)] for row, line in zip(rows, lines, strict=True)}
+            self._logprobs += [of_row[id(row)] for row in in_order]
         # Every parameter is in the graph: ranks must reduce the same ones.
         loss = 0.0 * next(iter(outputs.values())).sum()
         metrics: Metrics = {}
