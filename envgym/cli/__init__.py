@@ -30,6 +30,8 @@ COMMANDS = {
     "runs": "list run folders with their results",
     "stop": "stop a run of another terminal",
     "show": "print episodes of a run as people read them",
+    "view": "look at runs, evaluations and episodes in a browser",
+    "export": "write a run as one HTML file to look at",
     "openrlhf": "run a command line of OpenRLHF",
 }
 

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--out", metavar="FILE", help="where the episodes go: a .jsonl or .parquet file")
     parser.add_argument("--split", metavar="train|test", default="train", help="which tasks (default: train)")
     parser.add_argument("--tasks", metavar="FIRST:LAST", help="tasks FIRST to before LAST (default: the first 512)")
+    parser.add_argument("--task", metavar="KEY", help="this task alone, by its key")
     parser.add_argument("--samples", metavar="N", help="episodes of each task (default: 1)")
     parser.add_argument("--best-of", metavar="N", help="play N episodes of each task and keep the best")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE, and what was kept of other settings")
@@ -67,6 +68,8 @@ def _selection(options: argparse.Namespace) -> Selection:
     if options.samples is not None and options.best_of is not None:
         raise ConfigError("--best-of N plays N episodes of each task and keeps one: leave out --samples")
     first, last = None, None
+    if options.tasks is not None and options.task is not None:
+        raise ConfigError("--task KEY plays one task: leave out --tasks")
     if options.tasks is not None:
         slice_ = re.fullmatch(r"(\d*):(\d*)", options.tasks)
         if slice_ is None:
@@ -78,7 +81,7 @@ def _selection(options: argparse.Namespace) -> Selection:
     number = options.samples if options.best_of is None else options.best_of
     if number is not None and not re.fullmatch(r"0*[1-9]\d*", number):
         raise ConfigError(f"{name} is a number of episodes, 1 or more, not {number!r}")
-    return Selection(options.split, first, last, int(number or 1), options.best_of is not None)
+    return Selection(options.split, first, last, int(number or 1), options.best_of is not None, options.task)
 
 
 def _lines(result: Mapping[str, Any], selection: Selection, out: str) -> list[tuple[str, str]]:

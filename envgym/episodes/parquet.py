@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray, Trajectory
 
 
-ROWS_A_GROUP = 16
+ROWS_A_GROUP = 64
 """Episodes of a row group: one is read with these few, not with its whole file."""
 
 
 def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     """Write episodes to `path` in one rename. Columns are the fields of `envgym.episodes.record`: the task and the
     arguments of tool calls as text (JSON), log-probabilities with the precision of a float32. Beside them what lists of
-    episodes show: sampled `tokens`, `turns`, and `surprise`, the mean of minus the log-probability of a token."""
+    episodes show: the task's `key`, sampled `tokens`, `turns`, and `surprise`, the mean of their -log p."""
     pa, pq = _pyarrow("writing rollouts")
     tasks: dict[int, str] = {}  # a task, which the members of a group share, is written out once
     table = pa.Table.from_pylist([_columns(episode, tasks) for episode in episodes], _schema(pa))
@@ -101,6 +101,7 @@ def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
     maps = {name: list(record[name].items()) for name in ("metrics", "fingerprints")}
     sampled = [value for row in episode.rows for segment in row.segments for value in segment.logprobs or ()]
     listed = {
+        "key": episode.task.key,
         "tokens": sum(row.n_action_tokens for row in episode.rows),
         "turns": sum(len(row.turns) for row in episode.rows),
         "surprise": -math.fsum(sampled) / len(sampled) if sampled else None,
@@ -144,6 +145,7 @@ def _schema(pa: Any) -> Any:
         fingerprints=pa.map_(text, text),
         messages=pa.list_(message),
         rows=pa.list_(row),
+        key=text,
         tokens=integer,
         turns=token,
         surprise=number,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.config.schema import RunConfig
-from envgym.env import EnvSpec
+from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.files import check_target
 from envgym.errors import ConfigError, DataError
 from envgym.isolation import event_loop
@@ -24,6 +24,8 @@ from .suite import SuiteEnv
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
+MOST_LOOKED_AT = 100_000
+"""Tasks without end among which one is looked for."""
 DEFAULT_TASKS = 512
 """Tasks that are played by default."""
 SETTINGS = (
@@ -45,6 +47,8 @@ class Selection:
     last: int | None = None
     samples: int = 1
     best: bool = False
+    key: str | None = None
+    """The key of a task that is played alone."""
 
     @property
     def purpose(self) -> str:
@@ -55,6 +59,8 @@ class Selection:
         """The selected tasks of an environment. Raises `EnvgymError` where there are none, or no end to them."""
         tasks, first, last, split = spec.tasks(self.split), self.first or 0, self.last, self.split
         size = tasks.size
+        if self.key is not None:
+            return [await self._named(tasks, spec)]
         if size is None:
             if last is None and self.first is not None:
                 raise ConfigError(f"--tasks: the {split} tasks of {spec.id} have no end: say where to stop, FIRST:LAST")
@@ -69,6 +75,12 @@ class Selection:
             display.note(f"there are only {size} {split} tasks")
         stop = last if size is None else min(last, size)
         return [await tasks.get(index) for index in range(first, stop)]
+
+    async def _named(self, tasks: TaskSet, spec: EnvSpec) -> Task:
+        for index in range(MOST_LOOKED_AT if tasks.size is None else tasks.size):
+            if (task := await tasks.get(index)).key == self.key:
+                return task
+        raise DataError(f"--task: environment {spec.id} has no {self.split} task {self.key!r}")
 
 
 def collect(

@@ -1,0 +1,59 @@
+"""`envgym view`: a page on which to look at runs, evaluations and episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from envgym.errors import ConfigError, did_you_mean
+
+from .errors import Invocation
+from .parser import Parser, default_of
+
+
+def main(arguments: Sequence[str], invocation: Invocation) -> int:
+    parser = Parser(
+        "view",
+        "[RUN …] [--port P] [--host H --token-file F]",
+        "Serve a page on which to look at runs, evaluations and files of episodes, live ones too, until Ctrl-C.\n"
+        "Without RUN all of runs/ and evals/ are there. It reads, and changes nothing.",
+        "envgym view first --port 8080",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="run, evaluation, file of episodes, or a folder of them")
+    parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", metavar="P", type=int, default=8765, help="port; 0 takes a free one (8765)")
+    parser.add_argument("--token-file", metavar="F", help="file that holds the token viewers must give")
+    options = parser.parse_without_words(arguments, "a page has no settings")
+    given = [found(run) for run in options.runs] or [path for path in places() if path.is_dir()]
+    if not given:
+        raise ConfigError("there is no folder runs/ or evals/ here: name a run, an evaluation or a file of episodes")
+
+    from envgym.services.http import read_token
+    from envgym.view.server import serve_view
+
+    token = None if options.token_file is None else read_token(options.token_file)
+    asyncio.run(
+        serve_view(
+            given,
+            options.host,
+            options.port,
+            token,
+            lambda url: print(f"{url}{'?token=…' if token else ''} (Ctrl-C ends it)", flush=True),
+        )
+    )
+    return 0
+
+
+def places() -> list[Path]:
+    """The folders that runs and evaluations are kept in."""
+    return [Path(default_of(name)) for name in ("runs_dir", "evals_dir")]
+
+
+def found(given: str) -> Path:
+    """The path of a run, an evaluation or a file, by its name or its path."""
+    for path in (*(place / given for place in places()), Path(given)):
+        if path.exists():
+            return path
+    known = [folder.name for place in places() for folder in place.glob("*/")]
+    raise ConfigError(f"there is no run, evaluation or file {given!r} (see: envgym runs).{did_you_mean(given, known)}")

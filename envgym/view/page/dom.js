@@ -1,0 +1,83 @@
+// Elements, numbers and words. Text is only ever set as text.
+
+/** @param {string} tag @param {Record<string, any> | null} [props] @param {...any} children @returns {HTMLElement} */
+export function h(tag, props, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(props || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "vars") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, String(one));
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** @param {...(string | number)} parts @returns {string} */
+export function link(...parts) {
+  return `#/${parts.map((part) => encodeURIComponent(String(part))).join("/")}`;
+}
+
+/** A number as people read it. @param {any} value @param {number} [digits] @returns {string} */
+export function num(value, digits = 3) {
+  if (typeof value !== "number") return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en").replace("-", "−");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1).replace("-", "−");
+  return value.toFixed(size >= 100 ? 1 : digits).replace("-", "−");
+}
+
+/** @param {number} seconds @returns {string} */
+export function ago(seconds) {
+  const past = Math.max(0, Date.now() / 1000 - seconds);
+  for (const [size, unit] of /** @type {[number, string][]} */ ([[86400, "d"], [3600, "h"], [60, "min"]]))
+    if (past >= size) return `${Math.floor(past / size)} ${unit} ago`;
+  return "just now";
+}
+
+const WORDS = /** @type {Record<string, string>} */ ({
+  completed: "completed", environment: "ended by the environment", length: "the turn was cut at its limit",
+  context: "no room left in the context", tokens: "no tokens left to sample", turns: "too many turns",
+  timeout: "took too long", engine: "the engine failed", prompt_too_long: "the prompt is too long",
+  invalid_environment: "the environment broke the protocol", does_not_end: "it could not be stopped", service: "a judge failed",
+});
+
+/** Why an episode ended. @param {any} outcome @returns {string} */
+export function ending(outcome) {
+  const why = outcome.reason ? WORDS[outcome.reason] || outcome.reason.replaceAll("_", " ") : "";
+  return [outcome.status, why, outcome.message].filter(Boolean).join(": ");
+}
+
+// Characters that would be obeyed instead of shown: controls, and those that turn the direction of what follows.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const MOST = 20000;
+
+/** Untrusted text, with what would be obeyed written out, and cut where it is endless.
+ * @param {any} text @param {number} [most] @returns {string} */
+export function plain(text, most = MOST) {
+  const whole = String(text ?? "");
+  const shown = whole.length > most ? `${whole.slice(0, most)}… (${(whole.length - most).toLocaleString("en")} more characters)` : whole;
+  return shown.replace(UNSEEN, (one) => `␦${one.charCodeAt(0).toString(16).padStart(2, "0")}`);
+}
+
+/** @param {string} text @returns {void} */
+export function say(text) {
+  const status = /** @type {HTMLElement} */ (document.getElementById("status"));
+  status.textContent = text;
+  setTimeout(() => status.textContent === text && (status.textContent = ""), 2500);
+}
+
+/** @param {string} text @param {string} said @returns {Promise<void>} */
+export async function copy(text, said) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(said);
+  } catch {
+    say("the browser does not let this page copy");
+  }
+}
+
+/** Something that does not change what is around it when it grows. @param {string} name @param {any} value @returns {HTMLElement} */
+export function fact(name, value) {
+  return h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
+}

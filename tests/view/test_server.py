@@ -1,0 +1,188 @@
+"""What the page is answered, who is answered, and how little is read for it."""
+
+import json
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from envgym.episodes.files import write_episodes
+from envgym.errors import ConfigError, DataError
+from envgym.view.episodes import listing
+from envgym.view.server import Answers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import made, make_run, viewing
+
+
+def get(url, query="index", **headers):
+    """Status and body of a request for the API."""
+    request = urllib.request.Request(f"{url}api?q={urllib.parse.quote(query)}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_another_site_cannot_read_it(tree):
+    with viewing(tree) as url:
+        assert get(url)[0] == 200
+        assert get(url, Origin="http://evil.example")[0] == 403
+        assert get(url, Host="evil.example")[0] == 403
+        assert get(url, Origin=url.rstrip("/"))[0] == 200
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            policy = answer.headers["Content-Security-Policy"]
+            text = answer.read().decode()
+        assert "default-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "<script>" not in text  # nothing inline
+
+
+@pytest.mark.parametrize("query", [
+    "list|../../etc|0|0|9", "episode|/etc/passwd|0|0", "run|runs/first/../..", "run|runs/none",
+    "list|runs/first|99|0|9",
+    "list|runs/first|x|0|9", "nothing", "", "episode|runs/first|1|-1", "compare|runs/first",
+])  # fmt: skip
+def test_what_is_not_in_the_folders_is_not_there(tree, query):
+    with viewing(tree) as url:
+        status, answer = get(url, query)
+        assert (status, list(answer)) == (404, ["error"])
+        assert "Traceback" not in answer["error"]
+        for path in ("page/../server.py", "page/%2e%2e/server.py", "page//etc/passwd"):
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(url + path, timeout=20)
+
+
+def test_others_are_let_in_by_a_token_alone(tree, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    token.chmod(0o600)
+    with viewing(tree, "--token-file", str(token)) as url:
+        assert get(url)[0] == 403
+        assert get(url, Cookie="envgym-view=wrong")[0] == 403
+        assert get(url, Cookie="envgym-view=s3cret")[0] == 200
+
+
+def test_metrics_are_followed_from_where_one_was(tree):
+    answers = Answers([tree / "runs" / "first"])
+    [name] = answers.sources
+    told = answers(f"metrics|{name}|0")
+    assert [record["step"] for record in told["records"]] == [1, 2, 3]
+    file = tree / "runs" / "first" / "metrics.jsonl"
+    with file.open("a") as metrics:
+        metrics.write('{"step": 4}\n{"step": 5, "lo')  # in the middle of a line
+    more = answers(f"metrics|{name}|{told['offset']}")
+    assert [record["step"] for record in more["records"]] == [4]
+    with file.open("a") as metrics:
+        metrics.write('ss": 1}\n')
+    assert [record["step"] for record in answers(f"metrics|{name}|{more['offset']}")["records"]] == [5]
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def test_one_episode_is_read_with_a_few_others_and_not_with_all(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1, groups=1000)
+    answers = Answers([folder.path])
+    [name] = answers.sources
+    answers(f"list|{name}|1|0|10")
+    size, before = folder.rollout_file(1).stat().st_size, bytes_read()
+    told = answers(f"episode|{name}|1|2500")
+    assert told["id"].endswith("/00625:000:0")
+    # the file's own table of contents is part of each reading
+    assert bytes_read() - before < size / 2
+    assert listing(answers.sources[name], 1) is listing(answers.sources[name], 1)
+
+
+def test_tokens_come_with_what_was_learned_of_them(tree):
+    told = Answers([tree / "runs" / "first"])(f"episode|{tree / 'runs' / 'first'}|1|0")
+    [row] = told["rows"]
+    assert row["ids"] == [40, 41, 50, 51, 52]
+    assert row["advantages"][:2] == [None, None]
+    assert row["advantages"][2:] == [0.5, 0.5, -0.25]
+    assert row["trained"][2:] == pytest.approx([-0.11, -0.51, -2.01])
+    assert row["versions"] == [None, None, 0, 0, 0]
+    assert all(isinstance(text, str) for text in row["texts"])
+
+
+@pytest.mark.parametrize("cut", ["metrics.jsonl", "events/step_000003.jsonl"])
+def test_a_run_that_was_killed_in_the_middle_of_a_line_opens(tree, cut):
+    path = tree / "runs" / "first"
+    whole = (path / cut).read_text()
+    (path / cut).write_text(whole[:-7])
+    (path / "rollouts" / "step_000004.parquet.tmp").write_bytes(b"PAR1 half")
+    answers = Answers([path])
+    [name] = answers.sources
+    assert answers(f"run|{name}")["state"] == "unfinished"
+    assert len(answers(f"metrics|{name}|0")["records"]) in (2, 3)
+    assert len(answers(f"lanes|{name}|3")["episodes"]) == 16
+    assert answers(f"run|{name}")["steps"] == [1, 2, 3]
+
+
+def test_what_is_no_run_says_so(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert Answers([tmp_path / "empty"]).sources == {}
+    (tmp_path / "no.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(DataError, match="byte 0: this is not an episode"):
+        Answers([tmp_path / "no.jsonl"])(f"list|{tmp_path / 'no.jsonl'}|0|0|9")
+    (tmp_path / "no.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="no file of episodes"):
+        Answers([tmp_path / "no.parquet"])(f"list|{tmp_path / 'no.parquet'}|0|0|9")
+    with pytest.raises(ConfigError, match="there is nothing at"):
+        Answers([tmp_path / "none"])
+
+
+def test_a_file_of_episodes_alone_opens_while_it_is_written(tmp_path):
+    path = tmp_path / "some.jsonl"
+    write_episodes(path, [made(0, 0), made(1, 0, reward=1.0)])
+    with path.open("a") as file:
+        file.write('{"id": "half')
+    told = Answers([path])(f"list|{path}|0|0|99")
+    assert told["total"] == 2
+    assert told["columns"]["tokens"] == [3, 3]
+    assert told["columns"]["surprise"] == pytest.approx([2.6 / 3] * 2)
+    assert Answers([path])(f"episode|{path}|0|1")["messages"][1]["content"] == "the answer"
+
+
+def test_numbers_that_json_has_not_are_nothing(tree):
+    from envgym.view.server import dumped
+
+    assert dumped({"a": [float("nan"), float("inf"), 1.5]}) == '{"a":[null,null,1.5]}'
+
+
+def test_a_run_of_several_stages_is_its_stages(tmp_path):
+    make_run(tmp_path / "rlhf" / "1-sft", steps=1)
+    make_run(tmp_path / "rlhf" / "2-ppo", steps=2)
+    (tmp_path / "rlhf" / "config.yaml").write_text("seed: 1\nstages: []\n")
+    assert [Path(name).name for name in Answers([tmp_path / "rlhf"]).sources] == ["1-sft", "2-ppo"]
+
+
+def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
+    """A real run: times of every episode and phase, and what was learned of every token that was sampled."""
+    import envgym
+
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "env": "math_verify", "model": str(tiny_model), "name": "first", "steps": 2, "rollout.tasks": 4, "eval.every": 0,
+        "rollout.group_size": 4, "learner.epochs": 2, "rollout.max_tokens": 8, "engine.kind": "transformers",
+    }  # fmt: skip
+    envgym.train(settings)
+    answers = Answers([tmp_path / "runs" / "first"])
+    [name] = answers.sources
+    lanes = answers(f"lanes|{name}|2")
+    assert len(lanes["episodes"]) == 16
+    assert {kind for kind, _, _ in lanes["phases"]} >= {"rollout", "learn", "sync"}
+    for one in lanes["episodes"]:
+        assert {kind for kind, _, _ in one["spans"]} == {"waiting", "environment", "generating"}
+        assert all(start <= end for _, start, end in one["spans"])
+    [row] = answers(f"episode|{name}|2|0")["rows"]
+    sampled = [n for n, logprob in enumerate(row["logprobs"]) if logprob is not None]
+    for n in sampled:
+        assert row["trained"][n] == pytest.approx(row["logprobs"][n], abs=1e-3)  # the first pass: the same policy
+        assert row["ratios"][n] > 0
+    assert row["advantages"][sampled[0]] is not None
