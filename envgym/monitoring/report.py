@@ -79,8 +79,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
     lines.append(("folder", summary["run"]))
     if summary.get("picture"):
         lines.append(("picture", str(summary["picture"])))
-    if tokens["sampled"]:
-        lines.append(("episodes", f"envgym show {summary['run']}"))
+    lines.append(("look", f"envgym view {summary['run']}"))
     if summary.get("held_out_tasks") != 0:
         lines.append(("next", f"envgym eval --config {summary['run']}/config.yaml --model {summary['run']}"))
     return lines

@@ -66,7 +66,7 @@ def test_a_run_ends_with_what_it_came_to(summary):
         "failures": "timeout 3, env_error 1",
         "folder": "runs/first",
         "picture": "runs/first/curve.png",
-        "episodes": "envgym show runs/first",
+        "look": "envgym view runs/first",
         "next": "envgym eval --config runs/first/config.yaml --model runs/first",
     }
 
@@ -79,7 +79,7 @@ def test_the_best_checkpoint_is_named(summary):
 def test_what_a_run_does_not_have_is_not_said(summary):
     summary |= {"eval": {}, "failures": {}, "tokens": {"sampled": 0, "trained": 10}}
     del summary["picture"]
-    assert dict(summary_lines(summary)).keys() == {"run", "time", "tokens", "folder", "next"}
+    assert dict(summary_lines(summary)).keys() == {"run", "time", "tokens", "folder", "look", "next"}
     assert "next" not in dict(summary_lines({**summary, "held_out_tasks": 0}))  # nothing can be evaluated on
 
 

@@ -36,7 +36,7 @@ export async function list(main, id, step, query, remember) {
   function arrange() {
     order = [];
     for (let n = 0; n < columns.id.length; n++) {
-      const kind = columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
+      const kind = ended(n);
       if (state.status && kind !== state.status && columns.status[n] !== state.status) continue;
       if (state.range && !(value(n) >= state.range[0] && value(n) <= state.range[1])) continue;
       if (found && !found.has(n)) continue;
@@ -59,17 +59,24 @@ export async function list(main, id, step, query, remember) {
     const first = Math.max(0, Math.floor(view.scrollTop / HEIGHT) - 8), last = Math.min(order.length, first + Math.ceil(view.clientHeight / HEIGHT) + 16);
     if (shown === `${first}-${last}-${order.length}`) return;
     shown = `${first}-${last}-${order.length}`;
-    const fragment = document.createDocumentFragment();
-    for (let place = first; place < last; place++) fragment.append(row(order[place], place));
-    rows.replaceChildren(fragment);
+    while (pool.length < last - first) pool.push(line());
+    for (let n = 0; n < last - first; n++) fill(pool[n], order[first + n], first + n);
+    if (rows.childElementCount !== last - first) rows.replaceChildren(...pool.slice(0, last - first));
   }
-  /** @param {number} n @param {number} place */
-  function row(n, place) {
-    const kind = columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
-    const cells = COLUMNS.map(([name, , isNumber]) => name === "status" ? h("span", { role: "cell", class: `state ${columns.status[n]}` }, kind.replaceAll("_", " "))
-      : h("span", { role: "cell", class: isNumber ? "n" : "key" }, isNumber ? num(columns[name][n]) : plain(columns[name][n], 200)));
-    return h("a", { class: "row", role: "row", href: link("episode", id, step, n), vars: { "--y": `${place * HEIGHT}px` } }, cells);
+  /** Elements of rows, used again for other episodes when the list is scrolled. @type {HTMLElement[]} */
+  const pool = [];
+  const line = () => h("a", { class: "row", role: "row" }, COLUMNS.map(([name, , isNumber]) => h("span", { role: "cell", class: isNumber ? "n" : name === "key" ? "key" : "" })));
+  /** @param {HTMLElement} row @param {number} n @param {number} place */
+  function fill(row, n, place) {
+    row.setAttribute("href", link("episode", id, step, n));
+    row.style.transform = `translateY(${place * HEIGHT}px)`;
+    for (let cell = 0; cell < COLUMNS.length; cell++) {
+      const [name, , isNumber] = COLUMNS[cell], element = /** @type {HTMLElement} */ (row.children[cell]);
+      element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(columns.key[n], 200) : ended(n).replaceAll("_", " ");
+      if (name === "status") element.className = `state ${columns.status[n]}`;
+    }
   }
+  const ended = (/** @type {number} */ n) => columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
   function heads() {
     head.replaceChildren(...COLUMNS.map(([name, word, isNumber]) => h("button", { type: "button", class: isNumber ? "n" : "", role: "columnheader",
       "aria-sort": state.sort === name ? (state.down ? "descending" : "ascending") : "none",
@@ -85,7 +92,7 @@ export async function list(main, id, step, query, remember) {
   }
   function draw() {
     const kinds = new Set();
-    for (let n = 0; n < columns.id.length; n++) kinds.add(columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n]);
+    for (let n = 0; n < columns.id.length; n++) kinds.add(ended(n));
     status.replaceChildren(...["", "failed", "truncated", ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "every ending")));
     bars.replaceChildren(h("div", { class: "caption" }, "rewards"), histogram(columns.reward, (range) => { state.range = range; keep(); draw(); arrange(); }, state.range));
   }
