@@ -25,7 +25,7 @@ ENVGYM = Path(sys.executable).with_name("envgym")
 PAGES = {
     path.name: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
 }
-LONG = {"train", "eval", "compare", "rollout", "score", "model", "show"}
+LONG = {"train", "eval", "compare", "rollout", "score", "model", "show", "export"}
 """Commands that sample or train: minutes."""
 SERVERS = {"serve", "serve-reward-model"}
 SHORTER = {
