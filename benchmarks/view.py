@@ -174,7 +174,8 @@ def main() -> None:
             seconds = {followed: train(folder, f"{pair}-{followed}", followed=followed) for followed in order}
             ratios.append(seconds[True] / seconds[False])
     if ratios:
-        figures |= {"followed_step_ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios)}
+        figures["followed_step_ratio"] = statistics.median(ratios)
+        figures |= {"followed_step_ratio_low": min(ratios), "followed_step_ratio_high": max(ratios)}
     for name, value in figures.items():
         print(f"{name:26} {value:,.3f}")
     store("view", {"conditions": conditions(["aiohttp", "pyarrow", "playwright"]), **figures})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from envgym.learner import FloatArray, Trajectory
 
 
-ROWS_A_GROUP = 64
+ROWS_A_GROUP = 256
 """Episodes of a row group: one is read with these few, not with its whole file."""
 
 

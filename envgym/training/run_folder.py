@@ -80,9 +80,10 @@ class RunFolder:
         """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
         records = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
-        for path in [path for folder in (self.rollouts, self.learned, self.events) for path in folder.glob("step_*")]:
-            if int(path.stem.removeprefix("step_")) > step:
-                path.unlink()
+        for folder in (self.rollouts, self.learned, self.events):
+            for path in [*folder.glob("step_*.parquet"), *folder.glob("step_*.jsonl")]:
+                if int(path.stem.removeprefix("step_")) > step:
+                    path.unlink()
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.parquet"

@@ -30,7 +30,7 @@ from .config import WorkersConfig
 from .export import WeightExport
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
-from .network import TokenScorer, add_noise, check_experts, has_experts, load_model, use_packing
+from .network import TokenScorer, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
 from .parameters import averaged_parameters, flops_per_token, n_numbers
 from .sequence_parallel import Slices
@@ -96,11 +96,7 @@ class ModelWorker(WeightExport):
         if "OMP_NUM_THREADS" not in os.environ:  # two ranks with all cores each are many times slower
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            # Off, or every step fills DeepSpeed's reduce buckets of 2 GB, which small models hardly touch: seconds.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            be_deterministic()
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -153,9 +149,7 @@ class ModelWorker(WeightExport):
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.role == first)
             if (alpha := self.learner.config.neftune_alpha) and self.role == first:
-                if self.settings.ranks_per_row > 1:
-                    raise ConfigError("learner.neftune_alpha and ranks that share rows: leave one of them out")
-                add_noise(model, alpha)
+                add_noise(model, alpha, shared=shared)
         self._flops = flops_per_token(model)  # of all of it, before it is spread over ranks
         role = self.learner.roles.get(self.role) if self.learner else None
         self._compared = role.compared if role else ""

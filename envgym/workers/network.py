@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -126,12 +127,24 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.slices.answer(backbone, token_ids, **options)
 
 
-def add_noise(model: nn.Module, alpha: float) -> None:
-    """Have `model` (from Hugging Face) see its token embeddings with noise while it learns.
+def be_deterministic() -> None:
+    """Compute the same bits again from the same numbers, as far as there are kernels that do."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Off, or every step fills DeepSpeed's reduce buckets of 2 GB, which small models hardly touch: seconds.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def add_noise(model: nn.Module, alpha: float, *, shared: bool = False) -> None:
+    """Have `model` (from Hugging Face) see its token embeddings with noise while it learns. Raises `ConfigError` where
+    ranks share rows (`shared`): each would draw noise of its own.
 
     Source: N. Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (2023), algorithm 1: uniform
     between -m and m, m = alpha / sqrt(T d) for rows of T tokens and d numbers each. Rows that are packed count as one.
     """
+    if shared:
+        raise ConfigError("learner.neftune_alpha and ranks that share rows: leave one of them out")
 
     def noisy(embeddings: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         if not embeddings.training:

@@ -214,6 +214,7 @@ def test_only_the_policy_is_taught_text_and_every_optimizer_step_has_its_share(r
     run = resolve({"env": "math_verify", "learner": "grpo"})
     config = PretrainConfig(path=file([{"text": text} for text in DOCUMENTS]), rows=3)
     learner = SimpleNamespace(
+        needs_samples=False,
         min_group_size=2,
         roles={"actor": RoleSpec(trained=True), "critic": RoleSpec(trained=True)},
         config=LearnerConfig(name="any", minibatches=2, epochs=2),

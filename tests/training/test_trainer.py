@@ -30,6 +30,7 @@ class Learner:
     """Learns from every row; it has a coefficient that follows what it observes."""
 
     min_group_size = 2
+    needs_samples = False
     roles: ClassVar[dict[str, Any]] = {
         "actor": RoleSpec(trained=True, scored=False),
         "reference": RoleSpec(trained=False),

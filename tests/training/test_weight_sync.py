@@ -122,7 +122,9 @@ class Actor:
 def take_step(actor, **sampling):
     """An optimizer step of the actor on no rows."""
     roles = {"actor": RoleSpec(trained=True)}
-    learner: Any = SimpleNamespace(roles=roles, denominators=lambda rows: {}, config=LearnerConfig(name="any"))
+    learner: Any = SimpleNamespace(
+        roles=roles, denominators=lambda rows: {}, config=LearnerConfig(name="any"), needs_samples=False
+    )
     sampled = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())
     asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress()).take([], []))
