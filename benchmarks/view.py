@@ -142,14 +142,13 @@ def look(folder: Path, count: int) -> dict[str, float]:
 
 def train(folder: Path, name: str, *, followed: bool) -> float:
     """Median seconds of a step of the main job, with a client that asks for news twice a second or without."""
-    words = ["train", "--env", "math_verify", "--name", name, "steps=20", "eval.every=0", "checkpoint.every=0"]
+    words = ["train", "--env", "math_verify", "--name", name, "steps=40", "eval.every=0", "checkpoint.every=0"]
+    (folder / "runs").mkdir(exist_ok=True)
+    server, url = served(folder, "runs") if followed else (None, "")  # its start is not what is measured
     run = subprocess.Popen([str(ENVGYM), *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = None
     offset = 0
     while run.poll() is None:
-        if followed and server is None and (folder / "runs" / name / "config.yaml").exists():
-            server, url = served(folder, name)
-        if server is not None:
+        if server is not None and (folder / "runs" / name / "metrics.jsonl").exists():
             with urllib.request.urlopen(f"{url}api?q=metrics%7Cruns/{name}%7C{offset}") as answer:
                 offset = json.load(answer)["offset"]
         time.sleep(0.5)

@@ -28,15 +28,19 @@ class Listing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.columns: dict[str, Sequence[Any]] = {}
+        self._columns: dict[str, Any] = {}
         self._read_columns() if path.suffix == ".parquet" else self._scan_lines()
 
     def __len__(self) -> int:
-        return len(self.columns["id"])
+        return len(self._columns["id"])
+
+    def column(self, name: str) -> list[Any]:
+        """What is shown of all episodes under a name."""
+        return _as_list(self._columns[name])
 
     def slice(self, first: int, count: int) -> dict[str, Any]:
         """The columns of `count` episodes from the `first` on."""
-        return {name: list(values[first : first + count]) for name, values in self.columns.items()}
+        return {name: _as_list(values[first : first + count]) for name, values in self._columns.items()}
 
     def record(self, index: int) -> dict[str, Any]:
         """An episode's whole record (`envgym.episodes.record`)."""
@@ -73,8 +77,8 @@ class Listing:
             raise DataError(f"{self.path} is no file of episodes: it has no column {missing[0]!r}")
         self._metadata = file.metadata  # some kilobytes a group, which need not be read with every episode
         outcome = table["outcome"].combine_chunks()
-        self.columns = {name: table[name].to_pylist() for name in PLAIN}
-        self.columns |= {name: outcome.field(name).to_pylist() for name in ("status", "reason")}
+        self._columns = {name: table[name] for name in PLAIN}  # lists only of what is asked for
+        self._columns |= {name: outcome.field(name) for name in ("status", "reason")}
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
 
@@ -102,7 +106,12 @@ class Listing:
                     starts.append(start)
                     for name, column in columns.items():
                         column.append(told[name])
-        self._starts, self.columns = starts, dict(columns)
+        self._starts, self._columns = starts, dict(columns)
+
+
+def _as_list(values: Any) -> list[Any]:
+    found: list[Any] = values if isinstance(values, list) else values.to_pylist()
+    return found
 
 
 def _told(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +148,7 @@ def shown(source: Source, step: int, index: int) -> dict[str, Any]:
     """An episode with its tokens, `siblings` (numbers of its group's episodes) and what was learned of it."""
     found = listing(source, step)
     record = found.record(index)
-    columns = found.columns
-    group = [n for n, name in enumerate(columns["group"]) if name == record["group"]]
+    group = [n for n, name in enumerate(found.column("group")) if name == record["group"]]
     texts = Texts(source.tokenizer())
     learned = _learned(source, step, record["id"])
     rows = [_tokens(row, texts, learned.get(number)) for number, row in enumerate(record["rows"])]
@@ -220,7 +228,7 @@ def compared(a: Listing, b: Listing) -> dict[str, Any]:
     means with the episodes they are of, those that differ most first."""
     from envgym.evaluation.paired import paired_difference
 
-    of = "score" if any(value is not None for value in (*a.columns["score"], *b.columns["score"])) else "reward"
+    of = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"
     sides = [_by_task(side, of) for side in (a, b)]
     scores = [{key: [value for _, value in own] for key, own in side.items()} for side in sides]
     problems = {key: key.rpartition(": ")[2] for side in scores for key in side}  # greedy or not, it is the same one
@@ -237,7 +245,7 @@ def compared(a: Listing, b: Listing) -> dict[str, Any]:
 
 def _by_task(side: Listing, of: str) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
-    columns = zip(side.columns["group"], side.columns["key"], side.columns[of], strict=True)
+    columns = zip(side.column("group"), side.column("key"), side.column(of), strict=True)
     for index, (group, key, value) in enumerate(columns):
         part = group.rpartition("/")[0]  # of an evaluation: what is greedy is compared with what is
         name = key if part.startswith(("step-", "rollout-")) or not part else f"{part}: {key}"

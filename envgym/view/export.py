@@ -76,7 +76,8 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> tuple
 
 def telling(found: Listing) -> Iterator[int]:
     """The numbers of a list's first episodes, the most telling first, in turns by why."""
-    columns, numbers = found.columns, range(min(len(found), ROWS))
+    columns = found.slice(0, ROWS)
+    numbers = range(len(columns["id"]))
     ways = [
         [n for n in numbers if columns["status"][n] == "failed"],
         sorted((n for n in numbers if columns["reward"][n] is not None), key=lambda n: -columns["reward"][n]),
