@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test test-slow test-slow-training test-slow-workers test-slow-environments test-slow-commands
-.PHONY: bench lint format clean
+.PHONY: bench lint lint-page format clean
 
 demo: .venv/installed  ## Train the starter policy on math_verify, about five minutes on two cores
 	$(BIN)/envgym train --env math_verify
@@ -53,6 +53,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check envgym envs agents learners tests benchmarks examples
 	$(BIN)/ruff format --check envgym envs agents learners tests benchmarks examples
 	$(BIN)/mypy
+
+lint-page:  ## The page's scripts, by TypeScript's checker (Node)
+	npx --yes --package typescript@5 tsc --allowJs --checkJs --noEmit --strict --target es2022 --module es2022 \
+		--lib es2023,dom,dom.iterable envgym/view/page/app.js
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix envgym envs agents learners tests benchmarks examples

@@ -23,8 +23,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from record import conditions, store
+from record import ROOT, conditions, conditions_in_words, fill_docs, store, table
 
 from envgym.episodes import parquet
 from envgym.types import (
@@ -177,7 +178,20 @@ def main() -> None:
         figures |= {"followed_step_ratio_low": min(ratios), "followed_step_ratio_high": max(ratios)}
     for name, value in figures.items():
         print(f"{name:26} {value:,.3f}")
-    store("view", {"conditions": conditions(["aiohttp", "pyarrow", "playwright"]), **figures})
+    where = conditions(["aiohttp", "pyarrow", "playwright"])
+    store("view", {"conditions": where, **figures})
+    report(figures, where)
+
+
+def report(figures: dict[str, float], where: dict[str, Any]) -> None:
+    """Write the figures into the page of the docs."""
+    rows = [
+        (name.replace("_", " "), f"{value:,.3f}" if value < 100 else f"{value:,.0f}") for name, value in figures.items()
+    ]
+    text = (
+        f"    .venv/bin/python benchmarks/view.py\n\n{table(['figure', 'value'], rows)}\n\n{conditions_in_words(where)}"
+    )
+    fill_docs("view", text, ROOT / "docs" / "view.md")
 
 
 if __name__ == "__main__":

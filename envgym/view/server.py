@@ -63,7 +63,7 @@ class Answers:
         summary = source.summary()
         steps = sorted(source.files())
         told = {"id": name, "kind": source.kind, "state": source.state(summary), "summary": summary, "steps": steps}
-        return {**told, "config": source.config()}
+        return {**told, "config": source.config(), "alarms": source.alarms()}
 
     def _metrics(self, name: str, offset: str) -> dict[str, Any]:
         source = self._source(name)

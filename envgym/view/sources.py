@@ -11,6 +11,7 @@ from typing import Any
 from envgym.config.recipes import read_yaml
 from envgym.disk import holder
 from envgym.errors import ConfigError
+from envgym.monitoring.alarms import Alarms
 
 CURVE = ("eval/score", "score/mean", "reward/mean", "loss")
 """Metrics of which a run's small picture shows the first that it has."""
@@ -79,6 +80,13 @@ class Source:
             except ValueError:  # the middle of a line: the file was rewound
                 continue
         return records, offset + len(whole) + 1 if whole else offset
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """The sentences of the alarms that its numbers raised, as the run raised them, by step."""
+        alarms, told = Alarms(), []
+        for record in self.metrics(0)[0]:
+            told += [{"step": record.get("step"), "text": raised.text} for raised in alarms.observe(record)]
+        return told
 
     def listed(self) -> dict[str, Any]:
         """Its line in the list of all."""

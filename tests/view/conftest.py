@@ -72,7 +72,7 @@ def make_run(
             folder.append_event(step, {"episode": episode.id, "spans": spans})
         folder.append_event(step, {"phases": [["rollout", 100.0, 130.0], ["learn", 130.0, 140.0]]})
         record = {"step": step, "reward/mean": 0.1 * step, "reward/std": 0.5, "episodes": 16, "loss": 1.0 / step}
-        alarms = {"alarms": ["entropy_collapse"]} if step == 2 else {}
+        alarms = {"mismatch/mean_abs": 0.2, **({"alarms": ["mismatch"]} if step == 2 else {})}
         folder.append_metrics({**record, "seconds/rollout": 30.0, "seconds/learn": 10.0, **alarms})
     if tokenizer is not None:
         folder.model.mkdir()

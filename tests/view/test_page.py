@@ -27,7 +27,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         assert main.locator("tbody tr").count() == 3
         main.get_by_role("link", name="runs/first").click()
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
-        assert "entropy collapse" in main.inner_text()
+        assert "step 2 sampler and trainer differ by 0.2 nats" in main.locator(".alarms").inner_text()
         main.locator("a.step").first.click()
         page.wait_for_selector("a.row")
         assert "16 episodes" in main.inner_text()
@@ -40,6 +40,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         main.locator("a.row").click()
         page.wait_for_selector(".talk")
         assert "failed: took too long: too slow" in main.inner_text()
+        assert main.locator(".strip").get_attribute("aria-label") == "waiting 1 s, generating 10 s, environment 1 s"
         page.keyboard.press("u")
         page.wait_for_selector("a.row")
         main.get_by_role("columnheader", name="surprise").click()

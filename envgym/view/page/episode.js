@@ -1,6 +1,7 @@
 // One episode: as a conversation and as tokens; its group side by side.
 import { ask, isExport, listOf } from "./api.js";
 import { copy, ending, fact, h, link, num, plain } from "./dom.js";
+import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
 export const COLOURS = /** @type {[string, string][]} */ ([["role", "role"], ["weight", "loss weight"], ["logprob", "log-probability"], ["difference", "sampler − trainer"],
@@ -98,12 +99,14 @@ export async function episode(main, id, step, index, query, remember) {
   }
   const place = walk.order.indexOf(index), near = (/** @type {number} */ by) => walk.order[place + by];
   const numbers = { reward: one.reward, score: one.score, ...Object.fromEntries(Object.entries(one.metrics || {})) };
+  const when = h("div", { class: "when" });
+  strip(id, step, one.id).then((made) => made && when.append(made), () => {});
   const siblings = one.siblings.length > 1 ? h("a", { class: "button", href: link("group", id, step, index) }, `${one.siblings.length} in its group`) : "";
   const again = isExport() || one.step === undefined ? "" : h("button", { type: "button", onclick: () => copy(command(id, one), "the command is copied") }, "Copy command");
   main.replaceChildren(h("h1", { class: "task" }, plain(one.task.id, 200)), h("dl", { class: "facts" }, fact("ended", h("span", { class: `state ${one.outcome.status}` }, plain(ending(one.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(one.listed.tokens?.[0])), fact("seconds", num(one.seconds)),
     one.answer === null || one.answer === undefined ? "" : fact("read as", plain(one.answer, 200)), one.task.answer === null || one.task.answer === undefined ? "" : fact("wanted", plain(typeof one.task.answer === "string" ? one.task.answer : JSON.stringify(one.task.answer), 200))),
-  h("div", { class: "tools" }, swap, colours, siblings, h("button", { type: "button", onclick: () => copy(JSON.stringify(one), "the episode is copied") }, "Copy JSON"), again), body);
+  h("div", { class: "tools" }, swap, colours, siblings, h("button", { type: "button", onclick: () => copy(JSON.stringify(one), "the episode is copied") }, "Copy JSON"), again), when, body);
   function draw() {
     swap.replaceChildren(...[["talk", "Conversation"], ["tokens", "Tokens"]].map(([as, word]) => h("button", { type: "button", "aria-pressed": String(shown.as === as), onclick: () => { shown.as = as; keep(); } }, word)));
     colours.hidden = shown.as !== "tokens";

@@ -7,6 +7,18 @@ const KINDS = ["waiting", "generating", "environment", "rollout", "score", "prep
 const NAMES = /** @type {Record<string, string>} */ ({ rollout: "rolling out", score: "scoring", prepare: "preparing", learn: "learning", sync: "syncing", eval: "evaluating" });
 const LANE = 14;
 
+/** One episode's own lane. @param {string} id @param {number} step @param {string} name @returns {Promise<HTMLElement | null>} */
+export async function strip(id, step, name) {
+  const told = await ask("lanes", id, step);
+  const one = told.episodes.find((/** @type {any} */ each) => each.episode === name);
+  if (!one || !one.spans.length) return null;
+  const low = Math.min(...one.spans.map((/** @type {any} */ span) => span[1])), whole = Math.max(...one.spans.map((/** @type {any} */ span) => span[2])) - low || 1;
+  const sums = KINDS.map((kind) => [kind, one.spans.filter((/** @type {any} */ span) => span[0] === kind).reduce((/** @type {number} */ sum, /** @type {any} */ span) => sum + span[2] - span[1], 0)]).filter(([, seconds]) => Number(seconds) > 0);
+  const words = sums.map(([kind, seconds]) => `${kind} ${num(seconds)} s`).join(", ");
+  return h("div", { class: "strip", role: "img", "aria-label": words, title: words }, one.spans.map((/** @type {any} */ [kind, start, end]) =>
+    h("i", { class: `p${KINDS.indexOf(kind)}`, vars: { "--x": `${((start - low) / whole) * 100}%`, "--w": `${Math.max(0.2, ((end - start) / whole) * 100)}%` } })));
+}
+
 /** @param {HTMLElement} main @param {string} id @param {number} step @returns {Promise<void>} */
 export async function lanes(main, id, step) {
   const told = await ask("lanes", id, step);

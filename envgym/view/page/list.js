@@ -15,16 +15,17 @@ export const walk = { key: "", order: [] };
  * @returns {Promise<() => void>} */
 export async function list(main, id, step, query, remember) {
   const told = await ask("run", id).catch(() => ({ steps: [] }));
-  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", text: query.get("text") || "",
+  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", text: query.get("text") || "",
     range: /** @type {[number, number] | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("high"))] : null) };
   const bars = h("div"), count = h("span", { class: "hint", role: "status" }), rows = h("div", { class: "rows" });
   const head = h("div", { class: "row head", role: "row" }), view = h("div", { class: "list", tabindex: "0", role: "table", "aria-label": "Episodes" }, head, rows);
   const search = /** @type {HTMLInputElement} */ (h("input", { type: "search", placeholder: "Search in messages and tasks", "aria-label": "Search in messages and tasks", value: state.text }));
   const status = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Ended" }));
+  const envs = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Environment", hidden: true }));
   const at = told.steps.indexOf(step);
   const near = (/** @type {number} */ n, /** @type {string} */ word) => told.steps[n] === undefined || at < 0 ? "" : h("a", { class: "button", href: link("list", id, told.steps[n]) }, word);
   main.replaceChildren(h("h1", null, told.kind === "run" ? `Step ${step}` : "Episodes"), h("div", { class: "tools" }, near(at - 1, "‹ step before"), near(at + 1, "step after ›"),
-    told.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, status, count), bars, view);
+    told.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, status, envs, count), bars, view);
   /** @type {any} */
   let columns = { id: [] };
   /** @type {number[]} */
@@ -38,6 +39,7 @@ export async function list(main, id, step, query, remember) {
     for (let n = 0; n < columns.id.length; n++) {
       const kind = ended(n);
       if (state.status && kind !== state.status && columns.status[n] !== state.status) continue;
+      if (state.env && columns.env[n] !== state.env) continue;
       if (state.range && !(value(n) >= state.range[0] && value(n) <= state.range[1])) continue;
       if (found && !found.has(n)) continue;
       order.push(n);
@@ -86,6 +88,7 @@ export async function list(main, id, step, query, remember) {
     const next = new URLSearchParams();
     if (state.sort) { next.set("sort", state.sort); if (state.down) next.set("down", "1"); }
     if (state.status) next.set("status", state.status);
+    if (state.env) next.set("env", state.env);
     if (state.text) next.set("text", state.text);
     if (state.range) { next.set("low", String(state.range[0])); next.set("high", String(state.range[1])); }
     remember(next);
@@ -94,6 +97,9 @@ export async function list(main, id, step, query, remember) {
     const kinds = new Set();
     for (let n = 0; n < columns.id.length; n++) kinds.add(ended(n));
     status.replaceChildren(...["", "failed", "truncated", ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "every ending")));
+    const known = [...new Set(columns.env)];
+    envs.hidden = known.length < 2;
+    envs.replaceChildren(...["", ...known].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "every environment")));
     bars.replaceChildren(h("div", { class: "caption" }, "rewards"), histogram(columns.reward, (range) => { state.range = range; keep(); draw(); arrange(); }, state.range));
   }
   async function look() {
@@ -107,6 +113,7 @@ export async function list(main, id, step, query, remember) {
   let waiting = 0;
   search.addEventListener("input", () => { clearTimeout(waiting); waiting = window.setTimeout(() => look().catch((error) => say(error.message)), 350); });
   status.addEventListener("change", () => { state.status = status.value; keep(); arrange(); });
+  envs.addEventListener("change", () => { state.env = envs.value; keep(); arrange(); });
   view.addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
   const resize = new ResizeObserver(() => { shown = ""; paint(); });
   resize.observe(view);

@@ -37,7 +37,7 @@ export async function run(main, id) {
       if (Array.isArray(interval)) [record["eval/low"], record["eval/high"]] = interval;
     }
     charts.forEach((one) => one.set(records));
-    alarms.replaceChildren(...records.filter((record) => record.alarms).slice(-20).map((record) => h("li", null, h("b", null, `step ${record.step}`), ` ${record.alarms.join(", ").replaceAll("_", " ")}`)));
+    alarms.replaceChildren(...told.alarms.slice(-12).map((/** @type {any} */ alarm) => h("li", null, h("b", null, `step ${alarm.step}`), ` ${alarm.text}`)));
     const sums = PHASES.map((name) => records.reduce((sum, record) => sum + (record[`seconds/${name}`] || 0), 0)), whole = sums.reduce((a, b) => a + b, 0) || 1;
     phases.setAttribute("aria-label", PHASES.map((name, n) => `${name} ${Math.round((sums[n] * 100) / whole)}%`).join(", "));
     phases.replaceChildren(...PHASES.map((name, n) => sums[n] / whole < 0.005 ? "" : h("span", { class: `phase p${n}`, vars: { "--w": `${(sums[n] * 100) / whole}%` }, title: `${name}: ${num(sums[n], 1)} s` }, sums[n] / whole < 0.06 ? "" : `${name} ${Math.round((sums[n] * 100) / whole)}%`)));
@@ -53,7 +53,7 @@ export async function run(main, id) {
       records = records.concat(more.records);
       offset = more.offset;
       const now = isExport() ? told : await ask("run", id);
-      Object.assign(told, { steps: now.steps, state: now.state, summary: now.summary });
+      Object.assign(told, { steps: now.steps, state: now.state, summary: now.summary, alarms: now.alarms });
       state.textContent = told.state;
       state.className = `state ${told.state}`;
       draw();
