@@ -283,6 +283,13 @@ def test_a_slice_that_holds_nothing_or_has_no_end_is_refused():
         chosen(Finite, Selection("train", 7, 9))
 
 
+def test_one_task_by_its_key():
+    assert chosen(Finite, Selection("test", key="test-2")) == (["test-2"], [])
+    assert chosen(Endless, Selection(key="seed-7")) == (["seed-7"], [])
+    with pytest.raises(DataError, match="has no test task 'train-2'"):
+        chosen(Finite, Selection("test", key="train-2"))
+
+
 def member(number, score=None, reward=None, *, failed=False):
     outcome = Outcome.failed("timeout", "") if failed else Outcome.completed()
     return Episode(str(number), Task("t"), outcome, score=score, reward=reward)
@@ -319,6 +326,10 @@ def test_the_best_of_a_group(episodes, best):
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--split", "dev"], "train or test"),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "100"], "FIRST:LAST"),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--tasks", "5:5"], "holds no task"),
+        (
+            ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--task", "train-1", "--tasks", "0:2"],
+            "leave out --tasks",
+        ),
         (["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "0"], "1 or more"),
         (
             ["--model", "starter", "--out", "o.jsonl", "--env", "math_verify", "--samples", "2", "--best-of", "4"],
