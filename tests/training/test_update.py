@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
+from envgym.training.run import steps_of
 from envgym.training.update import cut, learning_rate, over_steps
 from envgym.types import Objective
 
@@ -126,3 +128,10 @@ def test_what_optimizer_steps_log_becomes_one_number_each():
         "loss": 3.0, "policy/ratio/max": 1.5, "policy/ratio/min": 0.25, "mismatch/mean_abs": 1e-6, "critic/loss": 3.0,
     }  # fmt: skip
     assert over_steps([]) == {}
+
+
+def test_epochs_are_steps_and_one_that_is_begun_is_taken_whole():
+    assert [steps_of(1, n, 8) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
+    assert steps_of(0.25, 64, 8) == 2
+    with pytest.raises(ConfigError, match="have no end"):
+        steps_of(1, None, 8)
