@@ -17,7 +17,7 @@ from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.checked import checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
 from envgym.isolation.deadline import pause_timeouts
-from envgym.types import Action, Observation, Task
+from envgym.types import Action, Observation, Span, Task, timed
 
 from .encoding import encode
 from .replicas import Replica, Replicas
@@ -50,6 +50,7 @@ class RemoteEnv(CheckedEnv):
         self.env = self
         self.rng = random.Random()
         self.task: Task | None = None
+        self.spans: list[Span] = []
         self._has_slot = False
         self._pool: Replicas | None = None
         self._place: Replica | None = None
@@ -155,9 +156,10 @@ class RemoteEnv(CheckedEnv):
         assert session is not None
         place.leases.renew(session)
         try:
-            answer = await place.transport.ask(
-                model, method, path, body, seconds=self.spec.config.timeout, patience=patience
-            )
+            with timed(self.spans, "environment"):
+                answer = await place.transport.ask(
+                    model, method, path, body, seconds=self.spec.config.timeout, patience=patience
+                )
         except EnvgymError as error:
             kind = error.kind if isinstance(error, RemoteError) else "environment"
             if kind in ("connection", "server", "timeout"):  # another one would fare no better there

@@ -141,6 +141,8 @@ def test_a_well_server_plays_every_episode_once(start):
     async def main() -> None:
         groups = await roll(registry.spec(server.url))
         assert failures(groups) == {}
+        times = [[kind for kind, _, _ in episode.spans] for group in groups for episode in group.episodes]
+        assert times == [["waiting", *["environment"] * (1 + STEPS)]] * 32
         assert await counted(server.url, "envgym_steps_total") == 32 * STEPS
         assert await counted(server.url, "envgym_sessions") == 0
 

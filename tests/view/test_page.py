@@ -16,6 +16,7 @@ RUN = "runs%2Ffirst"
 
 
 def opened(page, url, view):
+    page.goto("about:blank")  # else what is waited for next may be found in the view before
     page.goto(f"{url}#/{view}")
     page.wait_for_selector("main h1")
     return page.locator("main")
