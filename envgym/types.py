@@ -394,7 +394,7 @@ def timed(spans: list[Span], kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        spans.append((kind, began, time.time()))
+        spans.append((kind, round(began, 4), round(time.time(), 4)))
 
 
 @dataclass(slots=True)

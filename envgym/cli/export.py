@@ -27,11 +27,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     options = parser.parse_without_words(arguments, "an export has no settings")
     path = found(options.run)
     out = Path(options.out or f"{path.resolve().name.partition('.')[0]}.html")
-    if (
-        out.exists()
-        and options.out is None
-        and "envgym" not in out.read_text(encoding="utf-8", errors="replace")[:4096]
-    ):
+    is_named = options.out is not None
+    if not is_named and out.exists() and "envgym" not in out.read_text(encoding="utf-8", errors="replace")[:4096]:
         raise ConfigError(f"{out} is there and no export: name another file with --out")
 
     from envgym.view.export import export

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from envgym.errors import ConfigError, DataError, did_you_mean
 
 from .errors import Invocation
-from .parser import Parser, default_of
+from .parser import Parser
+from .view import found
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,13 +67,9 @@ def _number(option: str, given: str) -> int:
 
 def _find(given: str, step: int | None) -> tuple[Path, str]:
     """The file or folder that the episodes are in, and what it is, for people."""
-    places = [default_of(name) for name in ("runs_dir", "evals_dir")]
-    path = next((path for path in (*(Path(place, given) for place in places), Path(given)) if path.exists()), None)
-    if path is None:
-        known = [folder.name for place in places for folder in Path(place).glob("*/")]
-        raise ConfigError(f"there is no run {given!r} (see: envgym runs).{did_you_mean(given, known)}")
+    path = found(given)
     stages = [path, *sorted(path.glob("[0-9]*-*/"), key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
-    files = next((found for stage in stages if (found := _steps(stage))), {})
+    files = next((steps for stage in stages if (steps := _steps(stage))), {})
     if files:
         step = max(files) if step is None else step
         if step not in files:

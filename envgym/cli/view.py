@@ -33,15 +33,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.view.server import serve_view
 
     token = None if options.token_file is None else read_token(options.token_file)
-    asyncio.run(
-        serve_view(
-            given,
-            options.host,
-            options.port,
-            token,
-            lambda url: print(f"{url}{'?token=…' if token else ''} (Ctrl-C ends it)", flush=True),
-        )
-    )
+
+    def ready(url: str) -> None:
+        print(f"{url}{'?token=…' if token else ''} (Ctrl-C ends it)", flush=True)
+
+    asyncio.run(serve_view(given, options.host, options.port, token, ready))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,10 @@ class RunFolder:
     def learned_file(self, step: int) -> Path:
         return self.learned / f"step_{step:06d}.parquet"
 
-    def append_event(self, step: int, event: Mapping[str, Any]) -> None:
-        """Write down when something of a step happened; lines of one call are never mixed with another's."""
+    def append_events(self, step: int, events: Iterable[Mapping[str, Any]]) -> None:
+        """Write down when something of a step happened."""
         with (self.events / f"step_{step:06d}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+            file.writelines(json.dumps(event) + "\n" for event in events)
 
     # -- summary ------------------------------------------------------------------------------------------
 

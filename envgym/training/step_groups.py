@@ -15,7 +15,7 @@ from envgym.rollout.runner import SamplingPlan
 from envgym.rollout.supply import Supply, version_of
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor
-from envgym.types import Episode, Group, Task
+from envgym.types import Group, Task
 
 from .checkpoints import Progress
 from .launch import Components
@@ -85,6 +85,8 @@ class StepGroups:
             if self.components.engine is not None:  # a replay only copies its data
                 write = asyncio.to_thread(write_rollouts, self.folder.rollout_file(step), batch.episodes)
                 self._writing = asyncio.ensure_future(write)
+                times = [{"episode": episode.id, "spans": episode.spans} for episode in batch.episodes if episode.spans]
+                self.folder.append_events(step, times)
             check_failures(batch.played, config.max_failed_share)
         if not groups:
             raise RolloutFailed(f"step {step}: {batch.why_nothing_was_kept(config)}")
@@ -135,16 +137,6 @@ class StepGroups:
         self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
     ) -> list[Group]:
         """Play tasks, unless the user stops the run first. What `unfinished` has of them is not played again."""
-        kept = None if unfinished is None else unfinished.kept(plan.purpose, tasks)
-        timed: set[str] = set()
-
-        def ended(episode: Episode) -> None:
-            if unfinished is not None:
-                unfinished.add(episode)
-            if plan.purpose.startswith("step-") and episode.id not in timed:  # told of once more where it is judged
-                timed.add(episode.id)
-                spans = [[kind, round(start, 4), round(end, 4)] for kind, start, end in episode.spans]
-                self.folder.append_event(self.progress.step + 1, {"episode": episode.id, "spans": spans})
-
-        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=ended)
+        kept, add = (None, None) if unfinished is None else (unfinished.kept(plan.purpose, tasks), unfinished.add)
+        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)
         return await self.stop.unless(playing)

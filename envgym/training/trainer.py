@@ -135,7 +135,7 @@ class Trainer:
             self.recorder.write(self.progress.record)
         if self.progress.spans:
             spans, self.progress.spans = self.progress.spans, []
-            self.folder.append_event(step, {"phases": [[kind, round(a, 4), round(b, 4)] for kind, a, b in spans]})
+            self.folder.append_events(step, [{"phases": spans}])
         self.progress.recorded = True
         due = step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
         if self.checkpoints.best.improves(self.progress) or (step and due):

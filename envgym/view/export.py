@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import html
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +17,7 @@ from envgym.errors import DataError
 from .episodes import Listing, listing
 from .server import PAGE, Answers, dumped
 
-MODULES = (
-    "api.js",
-    "dom.js",
-    "charts.js",
-    "home.js",
-    "run.js",
-    "list.js",
-    "episode.js",
-    "lanes.js",
-    "compare.js",
-    "app.js",
-)
+MODULES = ("api", "dom", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
 """The page's modules, each after those that it uses."""
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000
@@ -67,8 +57,8 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> tuple
             hold(f"list|{name}|{step}|0|{ROWS}")
             hold(f"lanes|{name}|{step}")
             wanted.append([f"episode|{name}|{step}|{index}" for index in telling(found)])
-    for paths in zip_longest_first(wanted, episodes):
-        kept += hold(paths)
+    for path in in_turns(wanted, episodes):
+        kept += hold(path)
     content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
     write_atomically(out, _page(source.name, content))
     return out.stat().st_size, kept, whole
@@ -85,25 +75,22 @@ def telling(found: Listing) -> Iterator[int]:
         sorted((n for n in numbers if columns["surprise"][n] is not None), key=lambda n: -columns["surprise"][n]),
     ]
     seen: set[int] = set()
-    for number in zip_longest_first(ways, len(found) * 4):
+    for number in in_turns(ways, len(found) * 4):
         if number not in seen:
             seen.add(number)
             yield number
 
 
-def zip_longest_first(lists: list[list[Any]], most: int) -> Iterator[Any]:
+def in_turns(lists: list[list[Any]], most: int) -> Iterator[Any]:
     """The first of each list, then the second of each, and so on."""
-    for place in range(max(map(len, lists), default=0)):
-        for own in lists:
-            if place < len(own) and most > 0:
-                most -= 1
-                yield own[place]
+    found = (one for places in itertools.zip_longest(*lists) for one in places if one is not None)
+    return itertools.islice(found, most)
 
 
 def _page(title: str, content: str) -> str:
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     style = "".join((PAGE / name).read_text(encoding="utf-8") for name in ("uplot.css", "style.css"))
-    script = "".join(IMPORT.sub("", (PAGE / name).read_text(encoding="utf-8")) for name in MODULES)
+    script = "".join(IMPORT.sub("", (PAGE / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES)
     script = re.sub(r"^export ", "", script, flags=re.MULTILINE)
     charts = (PAGE / "uplot.js").read_text(encoding="utf-8")
     packed = base64.b64encode(gzip.compress(content.encode())).decode()

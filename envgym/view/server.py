@@ -138,19 +138,12 @@ class ViewServer:
 
 
 def dumped(answer: Any) -> str:
-    """JSON that a browser reads: no NaN, no infinity."""
+    """JSON that a browser reads: ASCII, for there are halves of surrogate pairs, and null for NaN and infinities."""
     try:
-        return json.dumps(answer, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+        return json.dumps(answer, separators=(",", ":"), allow_nan=False, default=str)
     except ValueError:
-        return json.dumps(_finite(answer), separators=(",", ":"), ensure_ascii=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+        finite = json.loads(json.dumps(answer, default=str), parse_constant=lambda _: None)
+        return json.dumps(finite, separators=(",", ":"))
 
 
 async def serve_view(

@@ -100,7 +100,7 @@ def test_what_a_model_says_does_not_command_the_terminal(show, tmp_path):
     ("words", "says"),
     [
         ([], "envgym show is followed by a run"),
-        (["frist"], "there is no run 'frist' (see: envgym runs). Did you mean 'first'?"),
+        (["frist"], "there is no run, evaluation or file 'frist' (see: envgym runs). Did you mean 'first'?"),
         (["first", "--step", "9"], "has no episodes of step 9: there are those of steps 1 to 2"),
         (["first", "--step", "last"], "--step is followed by a number, not 'last'"),
         (["first", "--count=-1"], "--count is followed by a number, not '-1'"),

@@ -69,8 +69,8 @@ def make_run(
                 ["generating", 100.0 + n, 110.0 + n],
                 ["environment", 110.0 + n, 111.0 + n],
             ]
-            folder.append_event(step, {"episode": episode.id, "spans": spans})
-        folder.append_event(step, {"phases": [["rollout", 100.0, 130.0], ["learn", 130.0, 140.0]]})
+            folder.append_events(step, [{"episode": episode.id, "spans": spans}])
+        folder.append_events(step, [{"phases": [["rollout", 100.0, 130.0], ["learn", 130.0, 140.0]]}])
         record = {"step": step, "reward/mean": 0.1 * step, "reward/std": 0.5, "episodes": 16, "loss": 1.0 / step}
         alarms = {"mismatch/mean_abs": 0.2, **({"alarms": ["mismatch"]} if step == 2 else {})}
         folder.append_metrics({**record, "seconds/rollout": 30.0, "seconds/learn": 10.0, **alarms})

@@ -155,7 +155,7 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
 
 
 def test_a_hostile_episode_is_text_and_breaks_nothing(tmp_path, page):
-    bad = "<script>window.owned=1</script><img src=x onerror=window.owned=2>\x1b[31mred\u202egnp.exe"
+    bad = "<script>window.owned=1</script><img src=x onerror=window.owned=2>\x1b[31mred\u202egnp.exe\ud800"
     turns = [Message.of(role, f"turn {n} {bad}") for n in range(500) for role in ("user", "assistant")]
     episodes = [made(0, 0, bad, key=f"task {bad}"), made(1, 0, "x" * 2**20), made(2, 0, messages=turns)]
     write_episodes(tmp_path / "bad.jsonl", episodes)
