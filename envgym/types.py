@@ -427,7 +427,7 @@ class Episode:
     seconds: float = 0.0
     fingerprints: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, compare=False)
-    """When it waited, was sampled and stepped, where it has just been played. Not part of its record."""
+    """When it waited, was sampled, stepped and judged, where it has just been played. Not part of its record."""
 
     @property
     def failed(self) -> bool:

@@ -310,10 +310,14 @@ class Runner:
                     raise  # a model that judges is gone
                 return self._failure(error, timed_out=deadline.expired())
 
+        judging: list[Span] = []
         try:
-            verdicts = await run_to_end(asked())
+            with timed(judging, "score"):
+                verdicts = await run_to_end(asked())
         except StillRunning:
             verdicts = _left_to_itself(spec)
+        for episode in finished if verdicts is not None else ():
+            episode.spans = [*episode.spans, *judging]
         if isinstance(verdicts, Outcome):
             for episode in finished:
                 _fail(episode, verdicts)

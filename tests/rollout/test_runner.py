@@ -694,6 +694,7 @@ def test_a_judge_of_groups_sees_the_finished_members_and_sets_their_rewards(worl
     [group] = play(spec, size=3, tasks=TASKS[:1])
     found = [(episode.failed, episode.reward, episode.score) for episode in group.episodes]
     assert found == [(True, None, None), (False, 0.5, None), (False, 3.0, None)]  # 3 is no score, so 0.5 is none
+    assert ["score" in [kind for kind, _, _ in episode.spans] for episode in group.episodes] == [False, True, True]
 
 
 def test_a_judges_rewards_do_not_replace_the_environments_own_score(world):

@@ -1,4 +1,4 @@
-// When the episodes of a step waited, were sampled and stepped, above the step's phases.
+// When the episodes of a step waited, were sampled, stepped and judged, above the step's phases.
 import { ask, listOf } from "./api.js";
 import { colour } from "./charts.js";
 import { h, link, num } from "./dom.js";
@@ -14,7 +14,7 @@ export async function strip(id, step, name) {
   if (!one || !one.spans.length) return null;
   const low = Math.min(...one.spans.map((/** @type {any} */ span) => span[1])), whole = Math.max(...one.spans.map((/** @type {any} */ span) => span[2])) - low || 1;
   const sums = KINDS.map((kind) => [kind, one.spans.filter((/** @type {any} */ span) => span[0] === kind).reduce((/** @type {number} */ sum, /** @type {any} */ span) => sum + span[2] - span[1], 0)]).filter(([, seconds]) => Number(seconds) > 0);
-  const words = sums.map(([kind, seconds]) => `${kind} ${num(seconds)} s`).join(", ");
+  const words = sums.map(([kind, seconds]) => `${NAMES[String(kind)] || kind} ${num(seconds)} s`).join(", ");
   return h("div", { class: "strip", role: "img", "aria-label": words, title: words }, one.spans.map((/** @type {any} */ [kind, start, end]) =>
     h("i", { class: `p${KINDS.indexOf(kind)}`, vars: { "--x": `${((start - low) / whole) * 100}%`, "--w": `${Math.max(0.2, ((end - start) / whole) * 100)}%` } })));
 }
