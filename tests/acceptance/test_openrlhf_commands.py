@@ -226,9 +226,9 @@ def test_dpo_of_rlhf_yaml_by_torchrun(folder):
 
 REINFORCED = [
     ("000:51", "ppo", {"--n_samples_per_prompt": 1}),
-    ("000:225", "agent", {}),
+    ("000:225", "agent", {"--n_samples_per_prompt": 4}),
     ("001:557", "reward_function", {"--n_samples_per_prompt": 1}),
-    ("004:120", "grpo", {}),
+    ("004:120", "grpo", {"--n_samples_per_prompt": 4}),
 ]
 
 
