@@ -48,6 +48,9 @@ import torch
 class AgentInstance(AgentInstanceBase):
     """Pays for the parity of the first character, so that answers to one prompt differ."""
 
+    def __init__(self, *args, **kwargs):  # OpenRLHF's own base class demands one
+        pass
+
     async def reset(self, states, **kwargs):
         return {"observation": states["observation"]}
 
