@@ -65,16 +65,21 @@ async def check_environment(
     report, start = Report(absolute_target(name) if names_file(name) else name), time.monotonic()
     logs = tempfile.mkdtemp(prefix="envgym-check-")
     arguments = {"name": report.env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
-    examination = _Examination(report, LocalRuntime(logs), arguments)
+    examination = _Examination(report, LocalRuntime(logs), arguments, logs)
     try:
         for checks in GROUPS:
             for finding in await examination.findings(checks):
                 report.findings.append(finding)
                 if on_finding is not None:
                     on_finding(finding)
+    except EnvgymError as error:
+        if logs in str(error):
+            logs = ""  # it names one of them, so they are kept
+        raise
     finally:
         await examination.close()
-        shutil.rmtree(logs, ignore_errors=True)
+        if logs:
+            shutil.rmtree(logs, ignore_errors=True)
         report.seconds = time.monotonic() - start
     return report
 
@@ -136,10 +141,11 @@ class CheckHost:
 class _Examination:
     """The processes that examine an environment, and what becomes of later checks when an earlier one failed."""
 
-    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, report: Report, runtime: LocalRuntime, arguments: Mapping[str, Any], temporary: str) -> None:
         self._report = report
         self._runtime = runtime
         self._arguments = arguments
+        self._temporary = temporary
         self._can_play = False
         self._worker: LocalWorker | None = None
         self._workers: list[LocalWorker] = []
@@ -202,10 +208,10 @@ class _Examination:
             return await self._worker.call(method, *args)
 
     async def _start(self, hash_seed: str) -> LocalWorker:
-        """A process that is ready. Hashes differ from one seed to the next, as they do from one process to the next."""
-        worker = await self._runtime.start(
-            "envgym.check.run:CheckHost", self._arguments, name="check", environ={"PYTHONHASHSEED": hash_seed}
-        )
+        """A process that is ready. Hashes differ from one seed to the next, as they do from one process to the next.
+        Its temporary files lie in ours: it is killed, and cannot tidy up."""
+        environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self._temporary}
+        worker = await self._runtime.start("envgym.check.run:CheckHost", self._arguments, name="check", environ=environ)
         self._workers.append(worker)
         try:
             await worker.call("open")  # it keeps its own time

@@ -44,13 +44,15 @@ class Guess(envgym.Env):
 # -- check ------------------------------------------------------------------------------------------------
 
 
-def test_check_passes_with_0_and_one_line_a_check(run):
-    result = run("envs", "check", f"{ZOO}/healthy.py:Sums")
+def test_check_passes_with_0_and_one_line_a_check(start, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    result = start("envs", "check", f"{ZOO}/healthy.py:Sums", TMPDIR=tmp_path / "temporary")
     assert (result.returncode, result.stderr) == (0, "")
     _, *lines, summary = result.stdout.splitlines()
     assert len(lines) == 23
     assert all(re.match(r"(ok|not applicable)  +\w", line) for line in lines)
     assert re.fullmatch(r"23 checks: 22 ok, 1 not applicable \(\d+ s\)", summary)
+    assert list((tmp_path / "temporary").glob("envgym-*")) == []
 
 
 def test_check_fails_with_1_and_says_what_to_do(run):
