@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -28,6 +29,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("envgym", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("envgym")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_other_files_is_looked_through() -> None:
+    """What was imported and collected stays to the end: no full garbage collection need go through all of it."""
+    gc.collect()
+    gc.freeze()
+
 
 TEXT = """what is twelve plus thirty-four? the answer is forty-six. what is 12 + 34? the answer is 46.
 A merging tokenizer writes the same text in more than one way, which a character tokenizer cannot."""
