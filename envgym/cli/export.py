@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,14 +26,21 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--episodes", metavar="N", type=int, default=100, help="episodes with their tokens (100)")
     parser.add_argument("--megabytes", metavar="M", type=float, default=10.0, help="size it stays below (10)")
     options = parser.parse_without_words(arguments, "an export has no settings")
+    if options.episodes < 0:
+        raise ConfigError(f"--episodes is a number of episodes, 0 or more, not {options.episodes}")
+    if not 0 < options.megabytes < math.inf:
+        raise ConfigError(f"--megabytes is a size above 0, not {options.megabytes:g}")
     path = found(options.run)
     out = Path(options.out or f"{path.resolve().name.partition('.')[0]}.html")
-    is_named = options.out is not None
-    if not is_named and out.exists() and "envgym" not in out.read_text(encoding="utf-8", errors="replace")[:4096]:
+
+    from envgym.view.export import export, is_export
+
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"{out} cannot be written: its folder is not there, or it is one itself; give --out FILE")
+    if options.out is None and out.exists() and not is_export(out):
         raise ConfigError(f"{out} is there and no export: name another file with --out")
-
-    from envgym.view.export import export
-
-    size, kept, whole = export(path, out, episodes=options.episodes, megabytes=options.megabytes)
-    print(f"{out}: {size / 2**20:.1f} MiB, {kept} of {whole} episodes with their tokens")
+    held = export(path, out, episodes=options.episodes, megabytes=options.megabytes)
+    lists = "" if held.steps == held.of_steps else f", the lists of {held.steps} of {held.of_steps} steps"
+    episodes = f"{held.episodes} of {held.of_episodes} episodes with their tokens"
+    print(f"{out}: {held.bytes / 2**20:.1f} MiB, {episodes}{lists}")
     return 0

@@ -9,10 +9,10 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envgym.disk import write_atomically
-from envgym.errors import DataError
+from envgym.errors import ConfigError, DataError
 
 from .episodes import Listing, listing
 from .server import PAGE, Answers, dumped
@@ -22,46 +22,72 @@ MODULES = ("api", "dom", "charts", "home", "run", "list", "episode", "lanes", "c
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000
 """Episodes of a step that the file lists."""
+MARK = "<meta name=generator content=envgym>"
+"""What a file has in its beginning that was written here."""
 
 
-def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> tuple[int, int, int]:
-    """Write the file and return its bytes, the number of episodes in it and the number there are.
+class Held(NamedTuple):
+    """What is in a file of `bytes`: episodes with their tokens, steps with their lists, each of how many."""
+
+    bytes: int
+    episodes: int
+    of_episodes: int
+    steps: int
+    of_steps: int
+
+
+def is_export(path: Path) -> bool:
+    """Whether the file was written by `export`."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return MARK in file.read(200)
+
+
+def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
+    """Write the file.
 
     Of each step the best, the worst, those that failed and the most surprising come first. It stays below `megabytes`:
-    episodes that go beyond are left out.
+    lists of the newest steps take half of that, then come episodes, then older lists, and what goes beyond is left
+    out. Raises `ConfigError` where the page with its curves alone goes beyond, or `out` cannot be written.
     """
     answers = Answers([source])
     if not answers.sources:
         raise DataError(f"{source} is no run, no evaluation and no file of episodes")
     held: dict[str, Any] = {}
-    room, whole, kept = int(megabytes * 2**20) - 300_000, 0, 0  # the page itself, and what base64 adds, are below that
+    room = int(megabytes * 2**20) - 300_000  # the page itself, and what base64 adds, are below that
 
-    def hold(path: str) -> bool:
+    def hold(path: str, leave: int = 0) -> bool:
         nonlocal room
         text = dumped(answers(path))
         size = len(gzip.compress(text.encode())) * 4 // 3
-        if size > room:
+        if size > room - leave:
             return False
         room -= size
         held[path] = text
         return True
 
-    hold("index")
-    wanted: list[list[str]] = []
-    for name in answers.sources:
-        hold(f"run|{name}")
-        hold(f"metrics|{name}|0")
-        for step in sorted(answers.sources[name].files()):
-            found = listing(answers.sources[name], step)
-            whole += len(found)
-            hold(f"list|{name}|{step}|0|{ROWS}")
-            hold(f"lanes|{name}|{step}")
+    curves = [path for name in answers.sources for path in (f"run|{name}", f"metrics|{name}|0")]
+    if not all(hold(path) for path in ["index", *curves]):
+        raise ConfigError(
+            f"--megabytes {megabytes:g} is too little for the page and its curves: give more, or leave it out"
+        )
+    steps = [(name, step) for name, one in answers.sources.items() for step in sorted(one.files(), reverse=True)]
+    leave, whole, wanted, older = room // 2, 0, [], []
+    for name, step in steps:
+        found = listing(answers.sources[name], step)
+        whole += len(found)
+        if hold(f"list|{name}|{step}|0|{ROWS}", leave):
+            hold(f"lanes|{name}|{step}", leave)
             wanted.append([f"episode|{name}|{step}|{index}" for index in telling(found)])
-    for path in in_turns(wanted, episodes):
-        kept += hold(path)
+        else:
+            older.append(f"list|{name}|{step}|0|{ROWS}")
+    kept = sum(hold(path) for path in in_turns(wanted, episodes))
+    lists = len(wanted) + sum(hold(path) for path in older)
     content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
-    write_atomically(out, _page(source.name, content))
-    return out.stat().st_size, kept, whole
+    try:
+        write_atomically(out, _page(source.name, content))
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror or error}") from None
+    return Held(out.stat().st_size, kept, whole, lists, len(steps))
 
 
 def telling(found: Listing) -> Iterator[int]:
@@ -96,7 +122,7 @@ def _page(title: str, content: str) -> str:
     packed = base64.b64encode(gzip.compress(content.encode())).decode()
     body = page[page.index("<body>") : page.index("</body>")]
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<!doctype html><html lang=en><meta charset=utf-8>{MARK}<meta name=viewport content='width=device-width'>"
         f"<title>{html.escape(title)}</title><style>{style}</style>{body}"
         f"<script type='text/plain' id='held'>{packed}</script>"
         f"<script>{charts}</script><script type=module>{script}</script></body>"

@@ -15,6 +15,7 @@ from envgym.monitoring.alarms import Alarms
 
 CURVE = ("eval/score", "score/mean", "reward/mean", "loss")
 """Metrics of which a run's small picture shows the first that it has."""
+FILES = (".jsonl", ".parquet")
 SHOWN = 48
 """Points of that picture."""
 
@@ -119,6 +120,8 @@ def find(given: Sequence[Path]) -> dict[str, Source]:
     for path in given:
         if not path.exists():
             raise ConfigError(f"there is nothing at {path}: name a run, an evaluation, a file of episodes, or a folder")
+        if path.is_file() and path.suffix not in FILES:
+            raise ConfigError(f"{path} is no file of episodes: those end in {' or '.join(FILES)}")
         for source in _in(path, str(path)):
             found[source.id] = source
     return found
@@ -126,7 +129,7 @@ def find(given: Sequence[Path]) -> dict[str, Source]:
 
 def _in(path: Path, name: str) -> Iterator[Source]:
     if path.is_file():
-        if path.suffix in (".jsonl", ".parquet"):
+        if path.suffix in FILES:
             yield Source(name, "file", path)
         return
     if (path / "metrics.jsonl").is_file() or (path / "rollouts").is_dir() or (path / "episodes.parquet").is_file():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from envgym.cli import main
 from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, DataError
 from envgym.view.episodes import listing
@@ -187,3 +188,12 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
         assert row["trained"][n] == pytest.approx(row["logprobs"][n], abs=1e-3)  # the first pass: the same policy
         assert row["ratios"][n] > 0
     assert row["advantages"][sampled[0]] is not None
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("hi")
+    assert main(["view", "--port", "0", "notes.txt"]) == 2
+    assert (
+        capsys.readouterr().err == "envgym: error: notes.txt is no file of episodes: those end in .jsonl or .parquet\n"
+    )

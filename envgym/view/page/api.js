@@ -23,7 +23,9 @@ export async function ask(...parts) {
   if (isExport()) {
     held = held || (await unpack());
     if (path in held) return held[path];
-    throw new Error(parts[0] === "episode" ? "this episode is not in the file: export more of them" : "this is not in the file");
+    const more = { episode: "this episode is not in the file: export more of them",
+      list: "the episodes of this step are not in the file: export with more --megabytes" };
+    throw new Error(more[/** @type {"episode" | "list"} */ (parts[0])] || "this is not in the file");
   }
   const response = await fetch(`/api?q=${encodeURIComponent(path)}`);
   const answer = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
