@@ -133,7 +133,7 @@ class Application:
         return encode(Health(status="ready"))
 
     async def metrics(self, call: Call) -> Answer:
-        return Answer(200, CONTENT_TYPE, self._counts.text().encode())
+        return Answer(200, CONTENT_TYPE, self._counts.text())
 
     async def openapi(self, call: Call) -> bytes:
         return self._openapi
@@ -212,7 +212,7 @@ class Application:
 
     def _count_refusal(self, problem: ProblemBody) -> None:
         if problem.kind not in ("environment-error", "environment-timeout"):
-            self._counts.rejected.add(problem.kind)
+            self._counts.rejected.labels(problem.kind).inc()
 
 
 def _defect(method: str, target: str) -> Problem:

@@ -7,8 +7,10 @@ import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
+
+from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
@@ -126,7 +128,7 @@ class ServedEnv:
                 )
             return encode(Verdicts(verdicts=tuple(self._verdict(each) for each in judged)))
 
-        return await self.call(decide(), "score_group", self._metrics.group_seconds.observe)
+        return await self.call(decide(), "score_group", self._metrics.group_seconds)
 
     def _verdict(self, found: object) -> Verdict:
         judged = as_judgement(found)
@@ -137,7 +139,7 @@ class ServedEnv:
         metrics = {name: float(value) for name, value in judged.metrics.items()}
         return Verdict(reward=number, score=score, metrics=metrics)
 
-    async def call(self, work: Awaitable[T], what: str, observe: Callable[[str, float], None] | None = None) -> T:
+    async def call(self, work: Awaitable[T], what: str, seconds: Histogram | None = None) -> T:
         """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -151,19 +153,19 @@ class ServedEnv:
             if is_shutdown(error):
                 raise
             if deadline.expired():
-                self._metrics.failures.add(self.name, "environment-timeout")
+                self._metrics.failures.labels(self.name, "environment-timeout").inc()
                 detail = f"{what}: no answer within {self._call_seconds:g} s"
                 raise Problem(504, "environment-timeout", detail) from None
             raise self.raised(error, what) from None
         finally:
-            if observe is not None:
-                observe(self.name, loop.time() - began)
+            if seconds is not None:
+                seconds.labels(self.name).observe(loop.time() - began)
 
     def raised(self, error: BaseException, what: str) -> Problem:
         """The problem for an exception of the environment. That is no fault of the server (no 5xx): with other actions
         the environment may well go on."""
         kind = type(error).__name__
-        self._metrics.failures.add(self.name, kind)
+        self._metrics.failures.labels(self.name, kind).inc()
         message = _message(error)
         if isinstance(error, EnvgymError):
             logger.warning("%s: %s raised %s: %s", self.name, what, kind, message)

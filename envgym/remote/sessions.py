@@ -38,6 +38,7 @@ class Session:
         self._opening = opening
         self._limits = limits
         self._metrics = metrics
+        self._steps, self._step_seconds = metrics.steps.labels(env.name), metrics.step_seconds.labels(env.name)
         self._last_used = time.monotonic()
         self._env: CheckedEnv | None = None
         self._step_id = -1
@@ -156,7 +157,7 @@ class Session:
                 Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
             )
 
-        return await self.served.call(reset(), "reset", self._metrics.reset_seconds.observe)
+        return await self.served.call(reset(), "reset", self._metrics.reset_seconds)
 
     async def _take(self, action: Action) -> bytes:
         if self._env is None:  # its constructor raised, and the client was told
@@ -180,8 +181,8 @@ class Session:
                 raise
             raise self.served.raised(error, f"step {self._step_id}") from None
         finally:
-            self._metrics.steps.add(self.served.name)
-            self._metrics.step_seconds.observe(self.served.name, time.monotonic() - began)
+            self._steps.inc()
+            self._step_seconds.observe(time.monotonic() - began)
 
 
 def _asked(opening: Opening) -> tuple[object, ...]:
@@ -235,7 +236,7 @@ class Sessions:
         self._sessions[client.name, opening.session_id] = session
         self._by_client[client.name] += 1
         self._by_env[env.name] += 1
-        self._metrics.opened.add(env.name)
+        self._metrics.opened.labels(env.name).inc()
         return session
 
     def _check_room(self, client: Client, env: ServedEnv) -> None:
@@ -280,7 +281,7 @@ class Sessions:
         finally:
             self._by_client[client] -= 1
             self._by_env[session.served.name] -= 1
-            self._metrics.closed.add(session.served.name, by)
+            self._metrics.closed.labels(session.served.name, by).inc()
             self._closed_one.set()
 
     async def emptied(self) -> None:

@@ -132,9 +132,9 @@ def test_quotas_and_the_servers_own_limit_are_429_with_the_time_to_wait(guarded)
         for name, token in (("b2", BOB), ("a1", ALICE), ("a2", ALICE)):
             await ask(guarded.url, "DELETE", f"/v1/sessions/{name}", token=token)
         _, metrics, _ = await ask(guarded.url, "GET", "/metrics", token=ALICE)
-        assert 'envgym_rejected_total{reason="quota-exceeded"} 1' in metrics["text"]
-        assert 'envgym_rejected_total{reason="server-full"} 1' in metrics["text"]
-        assert 'envgym_sessions{env="game"} 0' in metrics["text"]
+        assert 'envgym_rejected_total{reason="quota-exceeded"} 1.0' in metrics["text"]
+        assert 'envgym_rejected_total{reason="server-full"} 1.0' in metrics["text"]
+        assert 'envgym_sessions{env="game"} 0.0' in metrics["text"]
 
     asyncio.run(main())
 

@@ -52,7 +52,7 @@ def group(task_id: str = "t") -> dict[str, Any]:
 
 async def until_closed(url: str, by: str, count: int) -> None:
     """Wait until so many sessions were closed for a reason."""
-    line = f'envgym_sessions_closed_total{{env="game",by="{by}"}} {count}'
+    line = f'envgym_sessions_closed_total{{by="{by}",env="game"}} {count:.1f}'
     for _ in range(3000):
         if line in (await ask(url, "GET", "/metrics"))[1]:
             return
@@ -81,7 +81,7 @@ def test_whatever_an_environment_raises_is_its_clients_to_know_and_the_server_li
             assert (status, stepped["info"]) == (200, {"steps": 3})
             for session in ("bad", "good"):
                 assert (await asked("DELETE", f"/v1/sessions/{session}"))[0] == 204
-        assert 'envgym_sessions{env="game"} 0' in (await ask(server.url, "GET", "/metrics"))[1]
+        assert 'envgym_sessions{env="game"} 0.0' in (await ask(server.url, "GET", "/metrics"))[1]
 
     async def main() -> None:
         async with channel(server.url) as asking, asyncio.timeout(60):
@@ -241,7 +241,7 @@ def test_a_lease_begins_anew_when_the_environment_has_answered(unruly, monkeypat
                 now += 2.0
                 await application.sessions.close_expired()
             assert (await ask(url, "DELETE", "/v1/sessions/s"))[0] == 204
-            assert 'by="client"} 1' in (await ask(url, "GET", "/metrics"))[1]
+            assert '{by="client",env="game"} 1.0' in (await ask(url, "GET", "/metrics"))[1]
 
     asyncio.run(main())
 
