@@ -83,7 +83,7 @@ class Chat(Agent):
             transcript.messages.append(reply.message)
             action = Action(reply.message.text, (), reply.message.tool_calls, reply.stop_reason)
             observation, reward, terminated, truncated, info = await env.step(action)
-            transcript.paid(reward, info)
+            transcript.add_reward(reward, info)
             transcript.messages += observed_messages(observation)
             if terminated:
                 return Outcome.completed()

@@ -48,7 +48,7 @@ class MultiTurn(TokenLevel):
             content = dialogue.content if calls else None
             action = Action(message.text, tuple(generation.token_ids), calls, generation.stop_reason, content)
             observation, reward, terminated, truncated, info = await env.step(action)
-            transcript.paid(reward, info)
+            transcript.add_reward(reward, info)
             turns += 1
             if terminated or truncated or turns == self.config.max_turns:
                 # The policy never reads the last observation; people do.

@@ -46,11 +46,11 @@ class Replay(Agent):
         for number, (turn, reward) in enumerate(zip(recording.turns, rewards, strict=True)):
             if recording.are_pieces and number < last:
                 transcript.demonstrate(piece(dialogue, turn))
-                transcript.paid(reward, {})
+                transcript.add_reward(reward, {})
                 continue
             token_ids = dialogue.add_demonstration(turn)
             transcript.demonstrate(token_ids)
-            transcript.paid(reward, {"metrics": recording.metrics})
+            transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break
             observation, _, terminated, truncated, _ = await env.step(demonstrated(turn, token_ids))

@@ -26,6 +26,6 @@ class SingleTurn(TokenLevel):
         message = dialogue.add_policy_turn(generation.token_ids)
         action = Action(message.text, tuple(generation.token_ids), stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
-        transcript.paid(reward, info)
+        transcript.add_reward(reward, info)
         transcript.messages = [*dialogue.messages, *observed_messages(observation)]
         return Outcome.completed() if terminated else Outcome.truncated(Limit.TURNS)

@@ -43,7 +43,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
 
 
 def holder(folder: Path) -> str | None:
-    """Who keeps others out of `folder` (machine, process, since when); None where nobody does."""
+    """The process that keeps others out of `folder` (machine, process, since when); None where none does."""
     try:
         with (folder / "lock").open() as lock:
             try:

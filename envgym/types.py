@@ -384,7 +384,7 @@ class Outcome:
 
 
 Span = tuple[str, float, float]
-"""What was done from when to when: seconds since 1970."""
+"""Name of a phase, its start and its end in seconds since 1970."""
 
 
 @contextmanager
@@ -427,7 +427,7 @@ class Episode:
     seconds: float = 0.0
     fingerprints: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, compare=False)
-    """When it waited, was sampled, stepped and judged, where it has just been played. Not part of its record."""
+    """Spans in which it waited, was sampled, stepped and judged, if just played. Not part of its record."""
 
     @property
     def failed(self) -> bool:

@@ -131,7 +131,7 @@ def mismatched(asks: TrainSample, answers: TrainSample) -> TrainSample:
 
 
 def last_run(counts: NDArray[np.bool_]) -> int:
-    """Where the last run of tokens that count begins."""
+    """Index at which the last run of tokens that count begins."""
     import numpy as np
 
     starts = np.flatnonzero(counts & ~np.concatenate([[False], counts[:-1]]))

@@ -166,7 +166,7 @@ class Conversation:
         sampled last."""
         whole = Transcript(None)
         whole.rows, whole.messages = self.rows, messages
-        whole.paid(reward, info)
+        whole.add_reward(reward, info)
         whole.metrics["calls"] = float(len(self.turns))
         return whole.episode(task, outcome if self.limit is None else Outcome.truncated(self.limit))
 

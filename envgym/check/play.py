@@ -108,7 +108,7 @@ class Played:
         for turn in self.turns:
             ids = int_array(turn.action.token_ids)
             transcript.record(Generation(ids, float_array([0.0] * len(ids)), turn.action.stop_reason, ()), 1.0)
-            transcript.paid(turn.reward, turn.info)
+            transcript.add_reward(turn.reward, turn.info)
             transcript.messages += [Message.of("assistant", turn.action.text), *messages_of(turn.observation)]
         outcome = Outcome.completed() if self.ended else Outcome.truncated("turns")
         episode = transcript.episode(self.task, outcome)

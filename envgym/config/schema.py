@@ -43,7 +43,7 @@ class Component(BaseModel):
 
 
 STAGE = "stage:"
-"""What a value begins with that stands for what an earlier stage left."""
+"""Beginning of a value that stands for an earlier stage's result."""
 ComponentField = Annotated[Component, BeforeValidator(name_alone)]
 
 
@@ -87,7 +87,7 @@ class PretrainConfig(TextSource):
 
     @property
     def paths(self) -> list[str]:
-        """Where the text lies; none where none is mixed in."""
+        """Folders and files of the text; none where none is mixed in."""
         own = [] if self.path is None else [self.path]
         return [*own, *(source.path for source in self.sources.values())]
 
@@ -276,7 +276,7 @@ class StageConfig(Settings):
     with models that learn they take turns, and each has all of the memory in its own. `auto`: every part has GPUs of
     its own where there are enough, else all of them share and hold their memory at the same time."""
     placement: dict[str, PlacementConfig] = Field({})
-    """Where parts run, by part."""
+    """Nodes and GPUs of each part, by its name."""
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sync: SyncConfig = SyncConfig()

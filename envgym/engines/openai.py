@@ -123,7 +123,7 @@ class OpenAIEngine(ChatEngine):
 
 
 def _wrong(answer: Any) -> str:
-    """Why an answer is none, in words that follow the server's name."""
+    """Reason for which an answer is unusable, in words that follow the server's name."""
     choice = first_choice(answer)
     if choice is None:
         error = answer.get("error") if isinstance(answer, dict) else None

@@ -153,7 +153,7 @@ class EnginePool:
         return chosen
 
     async def _each(self, method: str, *args: Any, losing: type[WorkerError] = WorkerDied) -> list[Any]:
-        """What the engines that live answer, which may be none. One that fails with an error of the kind `losing` is
+        """Answers of the engines that live, which may be none. One that fails with an error of the kind `losing` is
         replaced."""
         members = list(self.members)
         results = await asyncio.gather(

@@ -36,7 +36,7 @@ class Recording:
     turns: Sequence[str | Message]
     """The assistant's turns, in order."""
     rewards: Sequence[float | None] = ()
-    """What each turn is worth; empty: nothing is known of it."""
+    """Reward of each turn; empty: nothing is known of it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     are_pieces: bool = False
     """The turns are pieces of one answer and follow each other as they stand, with no end of turn between."""

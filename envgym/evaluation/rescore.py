@@ -57,8 +57,8 @@ BEFORE = "_before"
 UNUSED = "unused_turns"
 """Metric: recorded turns that were not played, because the environment had ended the episode."""
 RECORDING = "recording"
-"""Why an episode is truncated whose environment wants more turns than were recorded, and the kind of failure of one
-whose turns cannot be told from its record."""
+"""Reason of an episode that is truncated because its environment wants more turns than were recorded, and kind of
+failure of one whose turns cannot be told from its record."""
 LIMITS_OF_THE_POLICY = set(Limit) - {Limit.ENVIRONMENT}
 """Reasons for which the policy had no more turns, whatever the environment."""
 
@@ -112,8 +112,8 @@ async def demonstrated(stage: StageConfig) -> list[Episode]:
                 row = Row([Segment("action", array("i"))], turns=[Turn(None, StopReason.STOP) for _ in turns])
                 group = f"demonstrated/{len(episodes):06d}"
                 episode = Episode(f"{group}:000:0", task, Outcome.completed(), [row], env=spec.id, group=group)
-                said = list(as_messages(task.prompt))
-                asked = said[: len(said) - len(turns)] if said[-len(turns) :] == turns else said
+                messages = list(as_messages(task.prompt))
+                asked = messages[: len(messages) - len(turns)] if messages[-len(turns) :] == turns else messages
                 episode.messages = [*asked, *turns]
                 episodes.append(episode)
     return episodes
@@ -145,7 +145,7 @@ class Recorded(Agent):
         for action in actions:
             _, reward, terminated, truncated, info = await env.step(action)
             turns.append(Turn(None, action.stop_reason))
-            transcript.paid(reward, info)
+            transcript.add_reward(reward, info)
             if terminated or truncated:
                 outcome = Outcome.completed() if terminated else Outcome.truncated(Limit.ENVIRONMENT)
                 break

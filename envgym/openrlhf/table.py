@@ -39,7 +39,7 @@ class Flag:
 
 
 CLASSES = ("to", "derive", "environ", "ignored", "refused")
-"""What may become of a flag: exactly one of these."""
+"""Fates of a flag, of which it has exactly one."""
 
 
 @cache

@@ -91,7 +91,7 @@ def _ppo(flags: Flags, made: Translation) -> None:
 
 
 def _reward(flags: Flags, made: Translation) -> None:
-    """Who judges: an agent's file, a reward function's, a server, or models."""
+    """Translate who judges: an agent's file, a reward function's, a server, or models."""
     settings = made.settings
     value = str(flags["agent_func_path"] or flags["remote_rm_url"] or flags["reward_pretrain"] or "")
     if not value:

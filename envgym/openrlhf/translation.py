@@ -25,7 +25,7 @@ class Translation:
     environ: dict[str, str] = field(default_factory=dict)
     """Variables of its environment."""
     notes: list[str] = field(default_factory=list)
-    """What is to be said of flags that are left out or read in another way."""
+    """Sentences on flags that are left out or read in another way."""
     save_path: Path | None = None
     """Folder that the model is copied to in the end, or its adapter."""
     kept: str = "model"
@@ -35,7 +35,7 @@ class Translation:
     resumes: bool = False
     """Go on with the run of that name where there is one."""
     finish: Callable[[], str] | None = None
-    """What is done when the command has ended; says what."""
+    """Work after the command; returns a sentence on what it did."""
 
     @property
     def arguments(self) -> list[str]:
@@ -75,15 +75,15 @@ class Flags:
 
 
 def apply(flag: Flag, flags: Flags, made: Translation) -> None:
-    """What becomes of one flag by itself."""
+    """Translate one flag by itself."""
     value, is_given = flags[flag.name], flag.name in flags.given
     if is_given and (others := [name for name in flag.excludes if flags.given.get(name)]):
         raise ConfigError(f"{flags.program}: --{flag.name} and --{others[0]} exclude each other: leave one out")
     if value is None and flag.needed:
         raise ConfigError(f"{flags.program}: {flag.needed}? Give --{flag.name}")
     if is_given and flag.refused is not None and value != flag.unless:
-        said = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
-        raise ConfigError(f"{flags.program}: {said}: {flag.refused}")
+        given = f"--{flag.name}" if value is True else f"--{flag.name} {value}"
+        raise ConfigError(f"{flags.program}: {given}: {flag.refused}")
     if is_given and flag.ignored is not None:
         made.notes.append(f"--{flag.name} is left out: {flag.ignored}")
     if (value in (None, False) and not is_given) or not flags.hold(flag.condition):
@@ -104,7 +104,7 @@ def apply(flag: Flag, flags: Flags, made: Translation) -> None:
 
 
 def trained(flags: Flags, made: Translation, max_len: int) -> None:
-    """Where a run is kept, reported and saved, and the size of its micro-batches."""
+    """Translate where a run is kept, reported and saved, and the size of its micro-batches."""
     settings, folder = made.settings, Path(flags["ckpt_path"])
     settings |= {"runs_dir": str(folder.parent), "name": folder.name}
     made.save_path, made.resumes = Path(flags["save_path"]), bool(flags["load_checkpoint"])

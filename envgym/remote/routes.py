@@ -52,7 +52,7 @@ ROUTES = (
 )  # fmt: skip
 
 _VARIABLE = 3
-"""Which part of a path may be in braces: that of `/v1/sessions/{session}/step`, say."""
+"""Parts of a path that may be in braces: that of `/v1/sessions/{session}/step`, say."""
 _by_parts: dict[tuple[str, ...], dict[str, Route]] = {}
 for _route in ROUTES:
     _by_parts.setdefault(tuple(re.sub("{.*}", "{}", _route.path).split("/")), {})[_route.method] = _route

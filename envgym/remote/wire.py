@@ -113,7 +113,7 @@ class EnvList(Wire):
 
 
 class TaskQuery(Wire):
-    """Which tasks to send."""
+    """The tasks to send."""
 
     split: Literal["train", "test"]
     start: int = Field(0, ge=0, le=MAX_INDEX)

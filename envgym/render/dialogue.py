@@ -117,8 +117,8 @@ class Dialogue(ABC):
 
     def _append_observation(self, observation: Observation, token_ids: Sequence[int]) -> None:
         raw = observation.text
-        said = observation.messages if raw is None else [Message.of("user", raw)] if raw else []
-        self.messages.extend(said)
+        messages = observation.messages if raw is None else [Message.of("user", raw)] if raw else []
+        self.messages.extend(messages)
         self._last = token_ids[-1] if token_ids else self._last
 
     def _body(self, token_ids: Sequence[int]) -> Sequence[int]:

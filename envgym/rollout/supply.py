@@ -76,7 +76,7 @@ class Supply:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside cursor and buffer: the tasks in play, which it plays again."""
+        """The tasks in play, which a resumed run needs beside cursor and buffer and plays again."""
         in_play = [*self._again, *self._flying.values()]
         return {"count": self._count, "in_play": [_unplayed(task) for task in in_play]}
 

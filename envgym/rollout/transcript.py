@@ -108,7 +108,7 @@ class Transcript:
         row.segments.append(Segment("action", int_array(token_ids)))
         row.turns.append(Turn(None, StopReason.STOP))
 
-    def paid(self, reward: float | None, info: Mapping[str, Any]) -> None:
+    def add_reward(self, reward: float | None, info: Mapping[str, Any]) -> None:
         """Record the environment's reward and info for the last turn. The last score, answer and value of each metric
         stand."""
         self.rows[-1].turns[-1].reward = reward

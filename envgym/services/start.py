@@ -125,7 +125,7 @@ def local_models(spec: EnvSpec) -> dict[str, str]:
 
 
 def _declared(spec: EnvSpec) -> dict[str, Service]:
-    """What an environment and its parts declare, equal ones once, by names of their own."""
+    """Services that an environment and its parts declare, equal ones once, by names of their own."""
     found: dict[str, Service] = {}
     for part in _with_parts(spec):
         for name, declared in part.services.items():

@@ -49,8 +49,8 @@ class ApiTeacher:
         body = {"model": self._model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
         answer = await self._caller.post(self._url, body)
         try:
-            [_, *said] = answer["choices"][0]["prompt_logprobs"]
-            likeliest = [_likeliest(place, self._top_k) for place in said]
+            [_, *places] = answer["choices"][0]["prompt_logprobs"]
+            likeliest = [_likeliest(place, self._top_k) for place in places]
         except (KeyError, IndexError, TypeError, ValueError):
             likeliest = []
         if len(likeliest) != len(token_ids) - 1:
@@ -64,7 +64,7 @@ class ApiTeacher:
 
 def _likeliest(place: Mapping[str, Any], k: int) -> list[tuple[float, int]]:
     """(log-probability, id) of the k likeliest tokens; the prompt's own may be among them as one more."""
-    ranked = sorted((said["rank"], float(said["logprob"]), int(token)) for token, said in place.items())
+    ranked = sorted((found["rank"], float(found["logprob"]), int(token)) for token, found in place.items())
     if len(ranked) < k:
         raise ValueError("too few")
     return [(logprob, token) for _, logprob, token in ranked[:k]]

@@ -33,7 +33,7 @@ DEEPSPEED = 40 * 2**20
 KEPT_LONGER = 1.2
 """Share of activations in ZeRO stage 3, whose gathered parameters are held beside them."""
 LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
-"""What a process holds before it has a model, on the host: a rank, and an engine."""
+"""Host memory of a process before it has a model: a rank's, and an engine's."""
 CPU_CACHE = 2 * GIB
 """vLLM's cache on a CPU, unless it is told otherwise."""
 LOGITS_AT_ONCE = 2**25
@@ -145,7 +145,7 @@ def of_engine(sizes: ModelSizes, stage: StageConfig, gpu_bytes: int | None) -> M
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a GPU, or a machine, would hold at the worst moment; `there` is None where its size is not known."""
+    """Memory that a GPU, or a machine, would need at the worst moment; `there` is None where its size is not known."""
 
     where: str
     needed: float
@@ -182,7 +182,7 @@ class Needs:
         self._models = {name_of_service(worker, list(models)): model for worker, model in models.items()}
 
     def of(self, part: str) -> Memory | None:
-        """What each process of a part needs; None where its model is not here to be looked at."""
+        """Memory of each process of a part; None where its model is not here to be looked at."""
         stage, role = self._stage, self._roles.get(part)
         own = stage.roles.get(part, RoleConfig()).model if role is not None else self._models.get(part)
         name = own or stage.model
@@ -235,7 +235,7 @@ class Needs:
 
 
 def model_folder(name: str) -> Path:
-    """Where a model's config lies: its folder, what a recipe made, or what the hub's cache holds."""
+    """Folder of a model's config: its own, what a recipe made, or what the hub's cache holds."""
     if makes_model(name):
         return made_model(name)
     path = Path(name)

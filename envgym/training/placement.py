@@ -1,4 +1,4 @@
-"""Which process of a stage runs on which machine and which of its GPUs: decided before anything starts, and started
+"""Placement of a stage's processes on machines and their GPUs: decided before anything starts, and started
 there."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each worker goes, by its name; workers that share GPUs are in one pool."""
+    """The place of each worker, by its name; workers that share GPUs are in one pool."""
 
     nodes: tuple[Node, ...]
     parts: tuple[Part, ...]

@@ -1,4 +1,4 @@
-"""Where a step's groups come from: tasks are played until there are enough, in turns with learning or beside it."""
+"""The source of a step's groups: tasks are played until there are enough, in turns with learning or beside it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class StepGroups:
         self._writing_learned = asyncio.ensure_future(write)
 
     async def written(self) -> None:
-        """What was played last, and learned of it, is on the disk."""
+        """Wait until the last rollouts, and what was learned of them, are on the disk."""
         for writing in (self._writing, self._writing_learned):
             if writing is not None:
                 await writing

@@ -179,7 +179,7 @@ def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, w
 
 
 async def no_other(number: int) -> EngineClient:
-    """What a pool of engines that are joining starts in place of one that dies."""
+    """Refuse to start an engine in place of one that dies while a pool joins."""
     raise WorkerDied("it died while it was given the weights")
 
 

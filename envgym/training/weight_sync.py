@@ -101,7 +101,7 @@ class WeightSync:
         return ours
 
     async def _differences(self, engine: EnginePool, ours: Sequence[float]) -> list[float]:
-        """How far each of the engines is from the actor's `ours`."""
+        """The difference of each engine's sums from the actor's `ours`."""
         return [_largest(ours, sampled) for sampled in await engine.probe(tuple(self._probe))]
 
     @property

@@ -16,7 +16,7 @@ from envgym.errors import DataError
 from .sources import Source
 
 PLAIN = ("id", "key", "group", "member", "env", "attempt", "reward", "score", "seconds", "tokens", "turns", "surprise")
-"""What a list shows of an episode, beside its `status` and `reason`."""
+"""Columns of a list of episodes, beside `status` and `reason`."""
 CACHED = 4
 """Files whose lists are kept in memory."""
 TEXTS = 65536
@@ -35,7 +35,7 @@ class Listing:
         return len(self._columns["id"])
 
     def column(self, name: str) -> list[Any]:
-        """What is shown of all episodes under a name."""
+        """A column: one value of all episodes."""
         return _as_list(self._columns[name])
 
     def slice(self, first: int, count: int) -> dict[str, Any]:
@@ -99,13 +99,13 @@ class Listing:
             for line in file:
                 start, at = at, at + len(line)
                 try:
-                    told = _told(json.loads(line)) if line.endswith(b"\n") else None  # else it is being written
+                    listed = _listed(json.loads(line)) if line.endswith(b"\n") else None  # else it is being written
                 except (ValueError, KeyError, TypeError):
                     raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
-                if told is not None:
+                if listed is not None:
                     starts.append(start)
                     for name, column in columns.items():
-                        column.append(told[name])
+                        column.append(listed[name])
         self._starts, self._columns = starts, dict(columns)
 
 
@@ -114,8 +114,8 @@ def _as_list(values: Any) -> list[Any]:
     return found
 
 
-def _told(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a list shows of a record."""
+def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a record."""
     segments = [segment for row in record["rows"] for segment in row["segments"] if segment["role"] == "action"]
     sampled = [value for segment in segments for value in segment["logprobs"] or ()]
     task = record["task"]
@@ -140,8 +140,8 @@ def listing(source: Source, step: int) -> Listing:
     path = source.files().get(step)
     if path is None or not path.is_file():
         raise DataError(f"{source.id} has no episodes of step {step}")
-    told = path.stat()
-    return _listing(path, told.st_mtime_ns, told.st_size)
+    status = path.stat()
+    return _listing(path, status.st_mtime_ns, status.st_size)
 
 
 def shown(source: Source, step: int, index: int) -> dict[str, Any]:
@@ -175,28 +175,28 @@ def _texts(file: Path) -> Any:
 
 def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | None) -> dict[str, Any]:
     """A row's tokens by column; None stands for what is not known of a token."""
-    told: dict[str, list[Any]] = {name: [] for name in ("ids", "roles", "weights", "logprobs", "versions")}
+    tokens: dict[str, list[Any]] = {name: [] for name in ("ids", "roles", "weights", "logprobs", "versions")}
     for segment in row["segments"]:
         ids = segment["token_ids"]
-        told["ids"] += ids
-        told["roles"] += [segment["role"]] * len(ids)
-        told["weights"] += segment.get("weights") or [1.0 if segment["role"] == "action" else 0.0] * len(ids)
-        told["logprobs"] += segment.get("logprobs") or [None] * len(ids)
+        tokens["ids"] += ids
+        tokens["roles"] += [segment["role"]] * len(ids)
+        tokens["weights"] += segment.get("weights") or [1.0 if segment["role"] == "action" else 0.0] * len(ids)
+        tokens["logprobs"] += segment.get("logprobs") or [None] * len(ids)
         versions: list[Any] = [None] * len(ids)
         for span in segment.get("versions") or ():
             versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
-        told["versions"] += versions
-    sampled = [value is not None for value in told["logprobs"]]
+        tokens["versions"] += versions
+    sampled = [value is not None for value in tokens["logprobs"]]
     made = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios"}
     learning = {
         name: [value if known else None for value, known in zip(learned[column], sampled, strict=False)]
         for name, column in made.items()
     } if learned else {}  # fmt: skip
-    return {**told, **learning, "texts": texts(told["ids"]), "turns": row["turns"], "objective": row["objective"]}
+    return {**tokens, **learning, "texts": texts(tokens["ids"]), "turns": row["turns"], "objective": row["objective"]}
 
 
 def _learned(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:
-    """What was learned of an episode's rows, by their number, read without that of the others."""
+    """Advantages, log-probabilities and ratios of an episode's rows, by row number, read without those of others."""
     path = source.of_step("learned", step)
     if source.kind != "run" or not path.is_file():
         return {}

@@ -23,11 +23,11 @@ IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000
 """Episodes of a step that the file lists."""
 MARK = "<meta name=generator content=envgym>"
-"""What a file has in its beginning that was written here."""
+"""Mark in the beginning of a file that was written here."""
 
 
 class Held(NamedTuple):
-    """What is in a file of `bytes`: episodes with their tokens, steps with their lists, each of how many."""
+    """Content of a file of `bytes`: episodes with their tokens, steps with their lists, each of how many."""
 
     bytes: int
     episodes: int
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def is_export(path: Path) -> bool:
-    """Whether the file was written by `export`."""
+    """Tell whether the file was written by `export`."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return MARK in file.read(200)
 

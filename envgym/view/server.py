@@ -30,7 +30,7 @@ REFUSAL = "without a token: whoever reaches it could read every episode; give --
 
 
 class Answers:
-    """What the page asks for, by the path that it asks with. An export holds the same answers by the same paths."""
+    """Answers to the page, by the path that it asks with. An export holds the same answers by the same paths."""
 
     def __init__(self, given: Sequence[Path]) -> None:
         self._given = given
@@ -62,8 +62,8 @@ class Answers:
         source = self._source(name)
         summary = source.summary()
         steps = sorted(source.files())
-        told = {"id": name, "kind": source.kind, "state": source.state(summary), "summary": summary, "steps": steps}
-        return {**told, "config": source.config(), "alarms": source.alarms()}
+        about = {"id": name, "kind": source.kind, "state": source.state(summary), "summary": summary, "steps": steps}
+        return {**about, "config": source.config(), "alarms": source.alarms()}
 
     def _metrics(self, name: str, offset: str) -> dict[str, Any]:
         source = self._source(name)

@@ -1,4 +1,4 @@
-"""What there is to look at: runs, evaluations and files of episodes, and what their folders say of them."""
+"""Sources of the page: runs, evaluations and files of episodes, and what their folders say of them."""
 
 from __future__ import annotations
 
@@ -84,27 +84,27 @@ class Source:
 
     def alarms(self) -> list[dict[str, Any]]:
         """The sentences of the alarms that its numbers raised, as the run raised them, by step."""
-        alarms, told = Alarms(), []
+        alarms, sentences = Alarms(), []
         for record in self.metrics(0)[0]:
-            told += [{"step": record.get("step"), "text": raised.text} for raised in alarms.observe(record)]
-        return told
+            sentences += [{"step": record.get("step"), "text": raised.text} for raised in alarms.observe(record)]
+        return sentences
 
     def listed(self) -> dict[str, Any]:
         """Its line in the list of all."""
         summary, files = self.summary(), self.files()
         newest = max((path.stat().st_mtime for path in (self.path, *files.values()) if path.exists()), default=0.0)
-        told = {"id": self.id, "kind": self.kind, "changed": newest, "files": len(files), "state": self.state(summary)}
+        line = {"id": self.id, "kind": self.kind, "changed": newest, "files": len(files), "state": self.state(summary)}
         if self.kind == "run":
             records, _ = self.metrics(0)
             key = next((key for key in CURVE if any(key in record for record in records)), None)
             points = [record[key] for record in records if key in record] if key else []
             evals = summary.get("eval") or {}
-            told |= {"steps": records[-1]["step"] if records else 0, "curve": points[-SHOWN:], "of": key}
-            told |= {when: (evals.get(when) or {}).get("score") for when in ("before", "after")}
-            told["alarms"] = sum(len(record.get("alarms", ())) for record in records)
+            line |= {"steps": records[-1]["step"] if records else 0, "curve": points[-SHOWN:], "of": key}
+            line |= {when: (evals.get(when) or {}).get("score") for when in ("before", "after")}
+            line["alarms"] = sum(len(record.get("alarms", ())) for record in records)
         elif self.kind == "evaluation":
-            told["after"] = summary.get("score")
-        return told
+            line["after"] = summary.get("score")
+        return line
 
     def state(self, summary: dict[str, Any]) -> str:
         if self.kind == "file":
@@ -115,7 +115,7 @@ class Source:
 
 
 def find(given: Sequence[Path]) -> dict[str, Source]:
-    """What the given paths hold, by id. Raises `ConfigError` for one at which there is nothing."""
+    """Sources at the given paths, by id. Raises `ConfigError` for one at which there is nothing."""
     found: dict[str, Source] = {}
     for path in given:
         if not path.exists():

@@ -95,7 +95,7 @@ def read(path: str | Path, map_location: Any = None, *, also: Sequence[type] = (
 
 
 def read_rank(folder: str, role: str, rank: int) -> dict[str, Any]:
-    """What rank `rank` of a role wrote. Raises `RunError` where it is not there."""
+    """State that rank `rank` of a role wrote. Raises `RunError` where it is not there."""
     path = Path(folder, f"rank-{rank}.pt")
     if not path.is_file():
         raise RunError(f"{folder} holds no state of rank {rank} of {role}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WeightExport:
-    """What a `ModelWorker` hands its weights out by. Ranks must be called together, but for `offer`."""
+    """Export of a `ModelWorker`'s weights. Ranks must be called together, but for `offer`."""
 
     rank: int
     network: Any
@@ -117,7 +117,7 @@ class Parameters:
                 yield name, parameter.detach()
 
     def described(self) -> dict[str, Any]:
-        """What vLLM's NCCL engine is told to receive."""
+        """Names, dtypes and shapes that vLLM's NCCL engine receives."""
         found = self.metadata()
         return {
             "names": [one.name for one in found],

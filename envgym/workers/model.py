@@ -413,7 +413,7 @@ class ModelWorker(WeightExport):
 
     @property
     def _spread(self) -> dict[str, int]:
-        """What the files of a checkpoint depend on."""
+        """Settings that the files of a checkpoint depend on."""
         settings = self.settings
         return {
             "world_size": self.world_size,

@@ -343,12 +343,12 @@ def _gpu_numbers(ray: Any, strategy: Any, gpus: int) -> Any:
     if not gpus:
         return None
 
-    def told() -> list[int]:
+    def gpu_ids() -> list[int]:
         import ray
 
         return list(ray.get_gpu_ids())
 
-    return ray.remote(told).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()
+    return ray.remote(gpu_ids).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy).remote()
 
 
 def _machines(bundles: Sequence[int]) -> str:

@@ -160,7 +160,7 @@ def give(engine: Any, trained: Iterator[tuple[str, Trained]]) -> None:
 
 
 def _stepped(optimizer: Any) -> list[torch.Tensor]:
-    """What the optimizer within DeepSpeed's steps on this rank: flat slices of many parameters, or parameters."""
+    """Tensors of the optimizer within DeepSpeed's on this rank: flat slices of many parameters, or parameters."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))

@@ -22,7 +22,7 @@ class ProcessRewardModelConfig(DataEnvConfig):
     model: Annotated[RewardModel | None, BeforeValidator(_named)] = None
     """The process reward model: a folder, that of the run that trained it, or settings (`model.model`, …)."""
     separator: str = Field("\n\n", min_length=1)
-    """What ends a step, as `env.separator` was when the model was trained."""
+    """Text that ends a step, as `env.separator` was when the model was trained."""
     max_steps: int = Field(64, ge=1)
     """Steps after which the episode is truncated."""
     call_timeout: float = Field(300.0, gt=0)

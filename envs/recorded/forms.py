@@ -87,8 +87,8 @@ class Reader:
         read: Callable[[Row, str], Record] = getattr(self, f"_{form}")
         try:
             record = read(row, where)
-            said = (record.prompt, *(variant.messages for variant in record.variants))
-            if (length := sum(len(message.text) for messages in said for message in messages)) > MOST_CHARACTERS:
+            parts = (record.prompt, *(variant.messages for variant in record.variants))
+            if (length := sum(len(message.text) for messages in parts for message in messages)) > MOST_CHARACTERS:
                 raise DataError(f"{where}: the row has {length:,} characters, more than the {MOST_CHARACTERS:,} it may")
             return record if self._template is None else replace(record, prompt=self._filled(record.prompt, row, where))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -122,13 +122,13 @@ class Reader:
 
     def _demonstration(self, row: Row, where: str) -> Record:
         if name := self._name("messages", row):
-            said = _messages(row[name], where)
+            messages = _messages(row[name], where)
         else:
-            said = (*self._asked(row, where), *_said(row[self._needed("answer", row, where)], where))
-        return self._taught(said, where, tools=self._tools(row, where))
+            messages = (*self._asked(row, where), *_messages_of(row[self._needed("answer", row, where)], where))
+        return self._taught(messages, where, tools=self._tools(row, where))
 
     def _preference(self, row: Row, where: str) -> Record:
-        chosen, rejected = (_said(row[self._needed(side, row, where)], where) for side in ("chosen", "rejected"))
+        chosen, rejected = (_messages_of(row[self._needed(side, row, where)], where) for side in ("chosen", "rejected"))
         prompt = self._asked(row, where) if self._name("prompt", row) or self._name("messages", row) else ()
         if not prompt:  # the two begin with what was asked
             same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
@@ -193,23 +193,25 @@ class Reader:
 
     # -- what they share ---------------------------------------------------------------------------------------
 
-    def _taught(self, said: Sequence[Message], where: str, *, tools: tuple[Mapping[str, Any], ...]) -> Record:
+    def _taught(self, messages: Sequence[Message], where: str, *, tools: tuple[Mapping[str, Any], ...]) -> Record:
         """A conversation cut where teaching begins: at the assistant's first turn, or at its last."""
-        said = tuple(said)
-        while said and said[-1].role != "assistant":  # nobody answered it
-            said = said[:-1]
-        turns = [index for index, message in enumerate(said) if message.role == "assistant"]
+        messages = tuple(messages)
+        while messages and messages[-1].role != "assistant":  # nobody answered it
+            messages = messages[:-1]
+        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
             raise DataError(f"{where}: there is no turn of the assistant to teach")
         start = turns[0] if self._teach == "all" else turns[-1]
-        return Record(_prompt(said[:start], where), (Variant(_ends_with_answer(said[start:], where)),), tools=tools)
+        return Record(
+            _prompt(messages[:start], where), (Variant(_ends_with_answer(messages[start:], where)),), tools=tools
+        )
 
     def _asked(self, row: Row, where: str) -> tuple[Message, ...]:
-        """What is asked, of a row that has it apart from the answer."""
+        """The prompt of a row that has it apart from the answer."""
         if (name := self._name("messages", row)) and not self._name("prompt", row):
             return _messages(row[name], where)
         name = self._needed("prompt", row, where)
-        asked = _said(row[name], where, role="user")
+        asked = _messages_of(row[name], where, role="user")
         if (extra := self._name("input", row)) and isinstance(row[extra], str) and row[extra].strip():  # Alpaca
             asked = (Message.of("user", f"{asked[-1].text}\n\n{row[extra]}"),)
         if (history := self._name("history", row)) and isinstance(row[history], list):
@@ -270,7 +272,7 @@ def _message(item: Any) -> Any:
     return {**item, "role": ROLES.get(str(role), role), "content": content}
 
 
-def _said(value: Any, where: str, role: str = "assistant") -> tuple[Message, ...]:
+def _messages_of(value: Any, where: str, role: str = "assistant") -> tuple[Message, ...]:
     """Text that `role` says, or messages as they are."""
     if isinstance(value, str):
         return (Message.of(role, _text(value, f"what the {role} says", where)),)

@@ -49,7 +49,7 @@ class OneTurn(Agent):
         transcript = Transcript(None)
         transcript.rows = [Row([Segment("action", [1])], turns=[Turn(None, StopReason.STOP)])]
         _, reward, _, _, info = await env.step(Action("a"))
-        transcript.paid(reward, info)
+        transcript.add_reward(reward, info)
         return transcript.episode(task, Outcome.completed())
 
 

@@ -58,7 +58,7 @@ def test_a_turns_own_limit_holds_within_the_budget():
 def test_a_row_that_nothing_was_sampled_in_is_no_part_of_the_episode():
     transcript = begun(Sampler(says=1))
     sample(transcript)
-    transcript.paid(0.5, {})
+    transcript.add_reward(0.5, {})
     transcript.feedback([3])
     transcript.begin([1, 2, 3])  # a context that was begun anew, and never answered
     episode = transcript.episode(Task("t"), Outcome.completed())
