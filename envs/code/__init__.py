@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from pydantic import Field
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import DataError
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
+from envgym.tasks.reading import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Task, as_messages
 
 from .cases import Case, read_cases
@@ -20,6 +22,8 @@ from .problems import held_out_tasks, train_task
 from .sandbox import Limits, Sandbox
 
 TESTS_FIELDS = ("tests", "test_list", "test_cases", "unit_tests", "input_output", "test")
+SETUP_FIELDS = ("test_imports", "test_setup_code")
+"""Fields of code, a text or a list of lines, that runs after the program and before the tests."""
 
 
 class CodeConfig(DataEnvConfig):
@@ -47,11 +51,12 @@ class CodeEnv(Env):
     """Programming tasks: runs what is in the last Python block, and pays by the tests that pass."""
 
     spec: Code
+    task: Task
     cases: list[Case]
     left: int
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        task: Task = (options or {})["task"]
+        self.task = task = (options or {})["task"]
         self.cases = self.spec.cases(task)
         self.left = self.spec.config.attempts
         messages = list(as_messages(task.prompt))
@@ -64,7 +69,7 @@ class CodeEnv(Env):
     async def step(self, action: Action) -> StepResult:
         self.left -= 1
         code = last_block(action.text)
-        verdict = await grade(self.spec.sandbox, code, self.cases) if code.strip() else None
+        verdict = await grade(self.spec.sandbox, tested_program(self.task, code), self.cases) if code.strip() else None
         passed = verdict is not None and verdict.passed
         if not passed and self.left:
             feedback = verdict.feedback() if verdict else "There was no code in the answer."
@@ -90,6 +95,7 @@ class Code(DataEnvSpec):
     Config = CodeConfig
     config: CodeConfig
     answer_required = False
+    usual = ((*PROMPT_FIELDS, "text"), (*ANSWER_FIELDS, "canonical_solution", "code"))
     try_again = "Fix it, and answer with the whole program again."
 
     _sandbox: Sandbox | None = None
@@ -137,12 +143,42 @@ class Code(DataEnvSpec):
         """The answer of the task: a solution, with its code in a block."""
         if not isinstance(task.answer, str):
             raise DataError(f"task {task.key} has no solution to show: say where it is with data.answer=FIELD")
-        code = task.answer if "```" in task.answer else f"```python\n{task.answer.strip()}\n```"
+        code = task.answer
+        if "```" not in code:
+            whole = code if _defines(code, task) else _beginning(task) + code
+            code = f"```python\n{whole.strip()}\n```"
         greeting = random.Random(f"{task.key} {seed}").choice(_GREETINGS)
         return [f"{greeting}{code}"]
 
     def _usual(self, task: Task) -> Any:
         return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
+
+
+def tested_program(task: Task, code: str) -> str:
+    """The program that a task's tests meet: the beginning that its prompt may be, an answer's code, the row's setup.
+
+    The code may be the body of the function that the prompt begins, or all of the function again. A `__future__` import
+    stands at the start of a program: code that holds one is all of it.
+    """
+    given = [task.fields.get(name) or () for name in SETUP_FIELDS]
+    setup = [line for lines in given for line in ([lines] if isinstance(lines, str) else lines)]
+    beginning = "" if "from __future__" in code else _beginning(task)
+    return beginning + "\n".join([code, *setup])
+
+
+def _beginning(task: Task) -> str:
+    """The prompt where it is Python code (imports, helpers, the signature and its docstring); else nothing."""
+    text = "".join(message.text for message in as_messages(task.prompt)[-1:])
+    return f"{text.rstrip()}\n" if _defines(text, task) else ""
+
+
+def _defines(code: str, task: Task) -> bool:
+    """True for code with the function that a task's tests call at its `entry_point`."""
+    try:
+        names = [statement.name for statement in ast.parse(code).body if isinstance(statement, ast.FunctionDef)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return task.fields.get("entry_point") in names
 
 
 _GREETINGS: Sequence[str] = ("", "Here is the code:\n\n", "This does it:\n\n")

@@ -85,7 +85,9 @@ async def grade(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> Verdict:
 
 async def _calls(sandbox: Sandbox, code: str, cases: Sequence[CallCase]) -> list[Result]:
     calls = [{"function": case.function, "args": case.args, "kwargs": case.kwargs} for case in cases]
-    done = await sandbox.run(_DRIVER.read_text(), files={REQUEST: json.dumps({"calls": calls}), SOLUTION: code})
+    done = await sandbox.run(
+        _DRIVER.read_text(encoding="utf-8"), files={REQUEST: json.dumps({"calls": calls}), SOLUTION: code}
+    )
     lines = done.stdout.splitlines()
     results = [_compare(case, line) for case, line in zip(cases, lines, strict=False)]
     if len(results) < len(cases):
@@ -117,7 +119,7 @@ def _compare(case: CallCase, line: str) -> Result:
 def same(value: Any, expected: Any) -> bool:
     """True for two encoded values that are equal to Python, but for two things: a tuple is like a list, and where the
     right one is a number with a point, six digits count."""
-    value, expected = _untupled(value), _untupled(expected)
+    value, expected = _canonical(value), _canonical(expected)
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, dict):
@@ -132,8 +134,14 @@ def same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _untupled(value: Any) -> Any:
-    return value["tuple"] if isinstance(value, dict) and value.keys() == {"tuple"} else value
+def _canonical(value: Any) -> Any:
+    """An encoded tuple as a list, and the items of an encoded dictionary in the order of their keys."""
+    match value:
+        case {"tuple": items} if len(value) == 1:
+            return items
+        case {"dict": [*items]} if len(value) == 1:
+            return {"dict": sorted(items, key=json.dumps)}
+    return value
 
 
 async def _output(sandbox: Sandbox, code: str, case: OutputCase) -> Result:
@@ -157,7 +165,7 @@ async def _asserts(sandbox: Sandbox, code: str, case: AssertCase) -> Result:
     token = secrets.token_hex(16)
     request = json.dumps({"token": token, "calls": []})
     files = {REQUEST: request, SOLUTION: code, TESTS: case.code}
-    done = await sandbox.run(_DRIVER.read_text(), files=files)
+    done = await sandbox.run(_DRIVER.read_text(encoding="utf-8"), files=files)
     if done.reason == "ok" and done.stdout == token:
         return Result(True)
     reason, message = _why(done)

@@ -129,7 +129,7 @@ def families() -> list[Family]:
 
 @cache
 def _data() -> dict[str, Any]:
-    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text("utf-8"))
+    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
     return data
 
 

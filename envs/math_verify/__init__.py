@@ -16,8 +16,10 @@ from envgym.hashing import hash_fraction
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.types import Action, Message, Task, as_messages
 
+from . import forms
 from .answers import boxed, judge_at_once, reference
 from .grader import Grader, Verdict
+from .notation import plain
 
 Operation = Literal["+", "-", "*"]
 
@@ -59,9 +61,9 @@ class MathVerifyEnv(Env):
         return messages, {}
 
     async def step(self, action: Action) -> StepResult:
-        answer = boxed(action.text)
         problem = "\n".join(message.text for message in as_messages(self.task.prompt))
         gold = reference(self.task.answer)
+        answer = boxed(action.text, several=forms.lists(gold))
         verdict = Verdict(False) if answer is None else await self.spec.grade(answer, gold, problem)
         score = float(verdict.correct)
         metrics = {
@@ -113,7 +115,7 @@ class MathVerify(DataEnvSpec):
         if certain is not None:
             return Verdict(certain)
         assert self._grader is not None  # a reset has set the spec up
-        return await self._grader.grade(answer, gold)
+        return await self._grader.grade(plain(answer), plain(gold), problem)
 
 
 def train_task(index: int, operations: Sequence[Operation], digits: int) -> Task:

@@ -5,28 +5,49 @@ from __future__ import annotations
 import re
 
 from . import forms, numerals
+from .notation import plain
 
 MAX_ANSWER_LENGTH = 1000
 """Characters of an answer that is still parsed; what is longer equals only the same text."""
+MAX_JOINT = 40
+"""Characters between two boxes that are one answer."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\{` and `\}` are characters of a set, not braces of the box
+_JOINT = re.compile(r"(?:[\s$]|\\[()]|[a-z]\s*=)*(?:,|,?\s*(?:and|or)\b)(?:[\s$]|\\[()]|[a-z]\s*=)*")
 _PERCENT = re.compile(r"%|\bper ?cent")
 # A factorial, a very long number, an exponent that is more than a few characters or has one of its own.
 _COSTLY = re.compile(r"!|[0-9]{30}|(?:\^|\*\*)(?!\s*(?:-?\w{1,3}|\{-?\w{1,3}\})(?![\w{]|\s*(?:\^|\*\*)))")
 
 
-def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`, or None where there is none, it is empty, or it never closes."""
-    start = text.rfind(r"\boxed")
-    opening = _BOX.match(text, start) if start >= 0 else None
-    if opening is None:
-        return None
+def boxed(text: str, *, several: bool = False) -> str | None:
+    r"""The content of the last `\boxed{…}`, or None where there is none, it is empty, or it never closes.
+
+    With `several`, boxes that only `and`, `or` and commas part are one answer: `\boxed{2} and \boxed{3}` is `2, 3`.
+    """
+    contents: list[str] = []
+    end = len(text)
+    while (start := text.rfind(r"\boxed", 0, end)) >= 0:
+        opening = _BOX.match(text, start)
+        closing = _closing(text, opening.end()) if opening else None
+        if opening is None or closing is None:
+            break
+        if contents and (end - closing > MAX_JOINT or not _JOINT.fullmatch(text, closing + 1, end)):
+            break
+        contents.insert(0, text[opening.end() : closing].strip())
+        if not several:
+            break
+        end = start
+    return ", ".join(contents) or None
+
+
+def _closing(text: str, start: int) -> int | None:
+    """The position of the brace that closes the content from `start` on, or None."""
     depth = 1
-    for brace in _BRACE.finditer(text, opening.end()):
+    for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[opening.end() : brace.start()].strip() or None
+            return brace.start()
     return None
 
 
@@ -48,13 +69,19 @@ def judge_at_once(answer: str, gold: str, problem: str = "") -> bool | None:
         return True
     if max(len(answer), len(gold)) > MAX_ANSWER_LENGTH:
         return False
+    answer, gold = plain(answer), plain(gold)
     right = numerals.read(gold)
+    percent = _PERCENT.search(problem) is not None
     if right is None:
-        return None if forms.alike(answer, gold) and not forms.copied(answer, gold, problem) else False
+        if forms.same_words(answer, gold):
+            return True
+        if not forms.alike(answer, gold) or forms.copied(answer, gold, problem):
+            return False
+        return forms.numbers_agree(answer, gold, percent=percent) or None
     number = numerals.read(answer)
-    if number is None or not numerals.agree(number, right, percent=_PERCENT.search(problem) is not None):
+    if number is None or not numerals.agree(number, right, percent=percent):
         return False
-    return number.form == right.form or not forms.stands_in(problem, number.written)
+    return number.form == right.form or not numerals.holds(plain(problem), number)
 
 
 def looks_costly(answer: str) -> bool:

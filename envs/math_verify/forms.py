@@ -9,21 +9,25 @@ import math
 import re
 
 from . import numerals
+from .notation import plain, unnamed
 
-_DROPPED = re.compile(r"(?<!\\)\\[,;:! ]|~|\$|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])|\\(?=[$%])")
+_DROPPED = re.compile(r"\$|\\(?=[$%])")
 _SIMPLE_FRACTION = re.compile(r"\\frac\s*\{\s*(\w+)\s*\}\s*\{\s*(\w+)\s*\}")
 _TOKEN = re.compile(r"\\[a-zA-Z]+|[0-9]+(?:\.[0-9]+)?|[a-zA-Z]|\S")
 _COMMA_OF_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _RATIO = re.compile(
     r"(?<![\w.)}])([0-9]+)\s*[/:]\s*([0-9]+)(?![\w.({])|\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
 )
-_WORD = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{([^{}]*)\}")
-_LISTED = re.compile(r"\\pm|\\mp|±|;|\\lor|\\vee|\\land|\\wedge|\\(?:text|mathrm|textrm|mbox)\s*\{\s*(?:or|and)\b")
-_IS_EXPRESSION = re.compile(
-    r"[-+*/^=!<>|_÷×·−]|\\(?!text|mathrm|mbox|left|right)[a-zA-Z]|[0-9]\s*[a-zA-Z(]|[a-zA-Z)]\s*\("
+_WORD = re.compile(r"\\text\s*\{([^{}]*)\}")
+_LISTED = re.compile(r"\\pm|\\mp|±|;|\\lor|\\vee|\\land|\\wedge|\\text\s*\{\s*(?:or|and)\b")
+_IS_EXPRESSION = re.compile(r"[-+*/^=!<>|_÷×·]|\\(?!text)[a-zA-Z]|[0-9]\s*[a-zA-Z(]|[a-zA-Z)]\s*\(")
+_FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_PROSE = re.compile(
+    r"\\(?:begin|end)\s*\{[a-z]+\*?\}|&|[:;?]|[.,](?!\d)|\n"
+    r"|(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|ln|sqrt)(?![a-z]))[A-Za-z]{2,}"
 )
-_NAMED = re.compile(r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?\s*=[^=]*")
 _RELATION = re.compile(r"[<>]|\\[lg](?:eq?|t)(?![a-z])")
+_MATRIX = re.compile(r"\\begin\{(\w+)\}(.*)\\end\{\1\}", re.DOTALL)
 _PAIRS = {"(": ")", "[": "]", r"\{": r"\}"}
 _OPEN, _CLOSED = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
@@ -42,13 +46,35 @@ _OPERATIONS = tuple(
 )  # fmt: skip
 
 
-def stands_in(problem: str, text: str) -> bool:
-    """True if the problem holds this text, however it is spaced and its fractions are written."""
-    tokens = _tokens(text)
-    if not tokens or not problem:
+def expressions(problem: str) -> list[str]:
+    """The expressions and relations of a problem, and the sides of its equations."""
+    formulas = ["".join(groups) for groups in _FORMULA.findall(problem)]
+    pieces = [piece for text in (*formulas, _FORMULA.sub(" ; ", problem)) for piece in (text, *_PROSE.split(text))]
+    sides = [side.strip(" .,:;?") for piece in pieces for side in (piece, *re.split(r"(?<!\\)=", piece))]
+    return [side for side in dict.fromkeys(sides) if _IS_EXPRESSION.search(side)]
+
+
+def same_words(answer: str, gold: str) -> bool:
+    r"""True for a reference of words, and an answer of the same: `East` for `\text{east}`, `B` for `\text{(B)}`."""
+    given, wanted = (" ".join(re.findall(r"[^\s().]+", _WORD.sub(r"\1", text))).lower() for text in (answer, gold))
+    return _WORD.fullmatch(gold) is not None and given == wanted != ""
+
+
+def numbers_agree(answer: str, gold: str, *, percent: bool) -> bool:
+    """True for lists, tuples and matrices of numbers that agree one by one, those of a list in any order."""
+    given, wanted = (_numbers(text) for text in (answer, gold))
+    if _shape(gold) == "list":
+        given, wanted = (sorted(numbers, key=lambda number: number.value) for numbers in (given, wanted))
+    if any(answer.count(mark) != gold.count(mark) for mark in ("&", r"\\")):
         return False
-    pattern = r"\s*".join(map(re.escape, tokens))
-    return re.search(rf"(?<![\w.]){pattern}(?![\w]|\.[0-9])", _plain(problem)) is not None
+    return 0 < len(wanted) == len(given) and all(
+        numerals.agree(number, right, percent=percent) for number, right in zip(given, wanted, strict=True)
+    )
+
+
+def lists(gold: str) -> bool:
+    """True for a reference of several values in any order."""
+    return _shape(plain(gold)) == "list"
 
 
 def copied(answer: str, gold: str, problem: str) -> bool:
@@ -69,7 +95,6 @@ def copied(answer: str, gold: str, problem: str) -> bool:
 def alike(answer: str, gold: str) -> bool:
     """True for an answer of the form of the reference: as many values, brackets of the same kind, no other
     operations, no alternatives."""
-    answer, gold = _spaced(answer), _spaced(gold)
     if any(operation.search(answer) and not operation.search(gold) for operation in _OPERATIONS):
         return False
     for mark in (r"\\", r"\begin", "$"):
@@ -77,11 +102,7 @@ def alike(answer: str, gold: str) -> bool:
             return False
     if _shape(answer) != _shape(gold) and not _RELATION.search(gold):  # `[3,\infty)` for `x\ge 3`
         return False
-    if (
-        "=" in answer
-        and "=" not in gold
-        and not all("=" not in part or _NAMED.fullmatch(part) for part in _parts(answer))
-    ):
+    if "=" in answer and "=" not in gold and any("=" in unnamed(part) for part in _parts(answer)):
         return False
     if _unreduced(answer) and not _unreduced(gold):
         return False
@@ -96,7 +117,18 @@ def _without_joints(text: str) -> list[str]:
 
 def _parts(text: str) -> list[str]:
     """The values of a list."""
-    return [part.strip() for part in re.split(r"[,;]|\\(?:text|mathrm|textrm|mbox)\s*\{\s*(?:or|and)\s*\}", text)]
+    return [part.strip() for part in re.split(r"[,;]|\\text\s*\{\s*(?:or|and)\s*\}", unnamed(text))]
+
+
+def _numbers(text: str) -> list[numerals.Numeral]:
+    """The numbers of a list, a tuple or a matrix; none where something in it is no number."""
+    text = unnamed(text)
+    if (matrix := _MATRIX.fullmatch(text)) and matrix[1] in ("matrix", "pmatrix", "bmatrix", "Bmatrix"):
+        text = re.sub(r"\\\\\s*$", "", matrix[2].strip()).replace("&", ",").replace(r"\\", ",")
+    elif any(text.startswith(opening) and text.endswith(closing) for opening, closing in _PAIRS.items()):
+        text = text.removeprefix("\\")[1:-1].removesuffix("\\")
+    numbers = [numerals.read(part) for part in _parts(text)]
+    return [number for number in numbers if number] if all(numbers) else []
 
 
 def _tokens(text: str) -> list[str]:
@@ -104,23 +136,16 @@ def _tokens(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in one of the ways in which it can be written."""
-    text = _DROPPED.sub(" ", text.replace("−", "-"))
-    text = _COMMA_OF_THOUSANDS.sub("", re.sub(r"\\[dt]frac", r"\\frac", text))
+    """Text in one notation, with one sign for each operation and without braces."""
+    text = _COMMA_OF_THOUSANDS.sub("", _DROPPED.sub(" ", plain(text)))
     text = re.sub(r"\\cdot(?![a-z])|\\times(?![a-z])|×|·|\*\*?", "*", text)
     text = re.sub(r"\\div(?![a-z])|÷", "/", _SIMPLE_FRACTION.sub(r"\1/\2", text))
     return re.sub(r"[{}]", " ", text)
 
 
-def _spaced(text: str) -> str:
-    text = re.sub(r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[,;:! ]", " ", re.sub(r"\\[dt]frac", r"\\frac", text))
-    text = text.strip()
-    return text[1:-1].strip() if len(text) > 2 and text[0] == text[-1] == "$" else text
-
-
 def _shape(text: str) -> str:
     """`list` of values, a pair of brackets around one, `matrix`, or `one`. A set is a list: it has no order either."""
-    text = re.sub(r"^[A-Za-z]\s*(?:\\in(?![a-z])|=)", "", _COMMA_OF_THOUSANDS.sub("", text)).strip()
+    text = unnamed(_COMMA_OF_THOUSANDS.sub("", text)).strip()
     if _LISTED.search(text) or ("," in _outside(text)):
         return "list"
     for opening in _PAIRS:
@@ -128,7 +153,7 @@ def _shape(text: str) -> str:
             inside = text[len(opening) : -len(closing)]
             if text.startswith(opening) and text.endswith(closing) and "," in _outside(inside):
                 return "list" if opening == r"\{" else opening + closing
-    return "matrix" if re.fullmatch(r"\\begin\{(\w+)\}.*\\end\{\1\}", text, re.DOTALL) else "one"
+    return "matrix" if _MATRIX.fullmatch(text) else "one"
 
 
 def _outside(text: str) -> str:

@@ -28,6 +28,9 @@ GRACE_SECONDS = 10.0
 """Time past the deadline of an answer after which a process that does not report it is killed."""
 _LOW_PRIORITY = 10
 
+Question = tuple[str, str, str]
+"""Answer, reference, problem."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -53,19 +56,19 @@ class Grader:
         self._turns = [asyncio.Semaphore(count) for count in self._counts]
         self._starting = [asyncio.Lock() for _ in self._counts]
         self._pools: dict[int, Processes] = {}
-        self._grading: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
-        self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self._grading: dict[Question, asyncio.Task[Verdict]] = {}
+        self._verdicts: dict[Question, Verdict] = {}
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grader", daemon=True)
         self._thread.start()
 
-    async def grade(self, answer: str, gold: str) -> Verdict:
-        """Grade `answer` against `gold`. Equal questions share one grading, and the last few thousand are kept.
+    async def grade(self, answer: str, gold: str, problem: str = "") -> Verdict:
+        """Grade an answer to `problem` against `gold`. Equal questions share one grading; the last thousands are kept.
 
         Raises `WorkerError` where grading processes do not start, or the grader is closed.
         """
-        asked: Future[Verdict] = asyncio.run_coroutine_threadsafe(self._shared((answer, gold)), self._loop)
+        asked: Future[Verdict] = asyncio.run_coroutine_threadsafe(self._shared((answer, gold, problem)), self._loop)
         try:
             return await asyncio.wrap_future(asked)
         except asyncio.CancelledError:
@@ -90,7 +93,7 @@ class Grader:
         await asyncio.gather(*grading, return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
-    async def _shared(self, key: tuple[str, str]) -> Verdict:
+    async def _shared(self, key: Question) -> Verdict:
         if key in self._verdicts:
             self._verdicts[key] = verdict = self._verdicts.pop(key)  # the latest of all
             return verdict
@@ -100,14 +103,14 @@ class Grader:
         # Shielded: one who no longer waits must not take the verdict from the others.
         return await asyncio.shield(self._grading[key])
 
-    def _keep(self, key: tuple[str, str], done: asyncio.Task[Verdict]) -> None:
+    def _keep(self, key: Question, done: asyncio.Task[Verdict]) -> None:
         del self._grading[key]
         if not done.cancelled() and done.exception() is None and not done.result().failure:
             self._verdicts[key] = done.result()
             if len(self._verdicts) > CACHE_SIZE:
                 del self._verdicts[next(iter(self._verdicts))]
 
-    async def _graded(self, answer: str, gold: str) -> Verdict:
+    async def _graded(self, answer: str, gold: str, problem: str) -> Verdict:
         """Have an answer graded: in its slice, or in a longer one, or by the deadline."""
         give_up = math.inf
         for lane, cpu in enumerate((SLICE, 4 * SLICE, 0.0)):
@@ -118,17 +121,17 @@ class Grader:
             async with self._turns[lane]:
                 if time.monotonic() > give_up:
                     break
-                verdict = await self._ask(lane, answer, gold, cpu)
+                verdict = await self._ask(lane, (answer, gold, problem), cpu)
             if verdict is not None:
                 return verdict
         return Verdict(False, "timeout")
 
-    async def _ask(self, lane: int, answer: str, gold: str, cpu: float) -> Verdict | None:
+    async def _ask(self, lane: int, question: Question, cpu: float) -> Verdict | None:
         """The verdict, or None where the answer takes more than `cpu` seconds of CPU time (0: no limit)."""
         pool = await self._pool(lane)
         limit = self._timeout + GRACE_SECONDS
         try:
-            correct = await pool.call("grade", answer, gold, cpu, self._timeout, timeout=limit, tries=2)
+            correct = await pool.call("grade", *question, cpu, self._timeout, timeout=limit, tries=2)
         except CallTimeout:
             return Verdict(False, "timeout")
         except InvalidOutcome as failure:

@@ -14,8 +14,7 @@ from typing import Literal
 TOLERANCE = Fraction(1, 10**6)
 """Relative difference up to which two numbers agree, where one of them has a point."""
 
-_BLANKS = re.compile(r"\\[,;:! ]|~|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle(?![a-z])")
-_EMPHASIS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boldsymbol|mathbf)\{([^{}]*[0-9][^{}]*)\}")
+_EMPHASIS = re.compile(r"\\(?:text|boldsymbol)\{([^{}]*[0-9][^{}]*)\}")
 _NAME = re.compile(r"(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\(\w+\))?)\s*=\s*")
 _UNSIGNED = r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)"
 _DECIMAL = rf"(?:{_UNSIGNED}?\.[0-9]+|{_UNSIGNED}\.?)"
@@ -27,8 +26,11 @@ _TIMES = r"(?:\\times|\\cdot|×|\*)"
 _POWER_OF_TEN = re.compile(
     rf"({_DECIMAL})(?:\s*{_TIMES}\s*10\s*\^\s*(?:\{{([+-]?[0-9]{{1,4}})\}}|([0-9]))|[eE]([+-]?[0-9]{{1,4}}))"
 )
+_ANY = re.compile(
+    rf"(?<![\w.])(?:{_POWER_OF_TEN.pattern}|{_MIXED.pattern}|{_RATIO}|{_DECIMAL}(?<!\.))(?![\w}}]|[.,][0-9]|\s*\\?%)"
+)
 _POWER_OF_UNIT = r"(?:\s*(?:\^\s*\{?[23]\}?|[²³]))?"
-_WORDS = re.compile(rf"\s*\\(?:text|mathrm|textrm|mbox|operatorname)\{{([^{{}}]*)\}}({_POWER_OF_UNIT})")
+_WORDS = re.compile(rf"\s*\\(?:text|operatorname)\{{([^{{}}]*)\}}({_POWER_OF_UNIT})")
 _LETTERS = re.compile(rf"(\s*)([A-Za-z][A-Za-z/. ]*?)({_POWER_OF_UNIT})")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)")
 
@@ -49,11 +51,10 @@ Form = Literal["digits", "fraction", "mixed", "power of ten"]
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """A number, and how it was written. `written` is the number alone, without name and unit."""
+    """A number, and how it was written."""
 
     value: Fraction
     form: Form
-    written: str
     exact: bool
     """Without a point."""
     reduced: bool = True
@@ -63,7 +64,7 @@ class Numeral:
 
 
 def read(text: str) -> Numeral | None:
-    """The numeral that `text` is, or None."""
+    """The numeral that `text`, in plain notation, is, or None."""
     text = _cleaned(text)
     name = ""
     if match := _NAME.match(text):
@@ -75,7 +76,7 @@ def read(text: str) -> Numeral | None:
     if number is None:
         return None
     value, form, exact, reduced = number
-    return Numeral(sign * value * scale, form, text, exact, reduced, name, unit)
+    return Numeral(sign * value * scale, form, exact, reduced, name, unit)
 
 
 def agree(answer: Numeral, gold: Numeral, *, percent: bool = False) -> bool:
@@ -97,14 +98,14 @@ def agree(answer: Numeral, gold: Numeral, *, percent: bool = False) -> bool:
     return abs(value - right) <= TOLERANCE * max(abs(value), abs(right))
 
 
+def holds(problem: str, number: Numeral) -> bool:
+    """True if the problem holds this number in this form, whatever its sign: `.750` is the `0.75` to be converted."""
+    numbers = (read(match[0]) for match in _ANY.finditer(problem))
+    return any(held and held.form == number.form and abs(held.value) == abs(number.value) for held in numbers)
+
+
 def _cleaned(text: str) -> str:
-    for wrapped in ("$", r"\(", r"\["):
-        closing = {"$": "$", r"\(": r"\)", r"\[": r"\]"}[wrapped]
-        text = text.strip()
-        if text.startswith(wrapped) and text.endswith(closing) and len(text) > len(wrapped + closing):
-            text = text[len(wrapped) : -len(closing)]
-    text = _BLANKS.sub(" ", text.replace("−", "-").replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$"))
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = text.replace("{,}", ",").replace("{.}", ".").replace(r"\%", "%").replace(r"\$", "$")
     return _EMPHASIS.sub(r"\1", text).strip()
 
 

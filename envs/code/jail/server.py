@@ -111,7 +111,7 @@ def _readable() -> tuple[str, ...]:
     """Paths that Python needs to run: its own folder of libraries, the system's, and those it has in memory."""
     standard = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
     loaded = set()
-    with open("/proc/self/maps") as file:
+    with open("/proc/self/maps", encoding="utf-8") as file:
         for line in file:
             path = line.split(maxsplit=5)[5].rstrip("\n") if line.count("/") else ""
             if path.startswith("/") and ".so" in os.path.basename(path):

@@ -186,7 +186,7 @@ def _last_line(run: Run) -> bytes:
 def _offer_to_the_out_of_memory_killer() -> None:
     """If the machine runs out of memory after all, this program is to go, not the training."""
     try:
-        with open("/proc/self/oom_score_adj", "w") as file:
+        with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
     except OSError:
         pass  # a read-only /proc

@@ -1,0 +1,170 @@
+r"""math_verify: answers in the notations of models earn what the references earn, and copies of the problem nothing."""
+
+import asyncio
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+import envgym
+from envgym.envs.math_verify.answers import boxed, judge_at_once
+from envgym.envs.math_verify.notation import plain
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+REFERENCES = [
+    "3125", "-27648", r"14,\!400", r"11,\! 111,\! 111,\! 100", "58,500", ".35625", r"\frac{1}{2}", r"-\frac{35}{9}",
+    r"\frac 34", r"\frac9{19}", r"1\frac{4}{5}", r"2\sqrt{113}", r"\frac{3\sqrt{3}}{4}", r"-\frac{\pi}{6}", "6+9i",
+    r"15\mbox{ cm}^2", r"5.4 \text{ cents}", r"\frac{270}7\text{ degrees}", r"106^\circ", r"\$18.90",
+    r"\$32,\!348", "(-2,1)", "(6,31,-1)", r"\left( \frac{3}{2}, -13 \right)", "3, 5, 7", "1,-2",
+    "4210_{5}", r"x \in [-2,7]",
+    r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}", r"\begin{pmatrix} -1/3 & 2/3 \\ 0 & 5/3 \end{pmatrix}",
+    r"(-\infty, 2) \cup (3, \infty)", r"\left(\frac{3}{5},\frac{8}{3}\right]", "6r^2-4r-24", "(a+5)(b+2)", "y = 2x + 3",
+    r"\text{Evelyn}", r"\text{even}", r"\text{(C)}", r"\frac{11+9a}{20}", r"1 \pm \sqrt{19}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The notations, and the script that grades them."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("math_notations")
+
+
+@pytest.fixture(scope="module")
+def spec():
+    spec = envgym.spec("math_verify", grader_timeout=60)
+    yield spec
+    asyncio.run(spec.close())
+
+
+@pytest.fixture
+def grade(benchmarks, spec):
+    """Whether answers, (problem, reference, written), earn the reward."""
+    return lambda answers: asyncio.run(benchmarks.grade_by_environment(spec, answers))[0]
+
+
+def test_references_in_other_notations_are_right(benchmarks, grade):
+    answers = [
+        ("How much is it?", gold, written)
+        for notation in benchmarks.NOTATIONS
+        for gold in REFERENCES
+        if (written := notation.write(gold)) is not None
+    ]
+    answers += [case for notation in benchmarks.NOTATIONS for case in notation.by_hand[::16]]
+    assert len(answers) > 400
+    verdicts = grade(answers)
+    assert [case for case, right in zip(answers, verdicts, strict=True) if not right] == []
+
+
+def test_copies_and_undone_operations_earn_nothing(benchmarks, grade):
+    forged = list(benchmarks.copies())
+    assert len(forged) > 400
+    verdicts = grade([copy[1:] for copy in forged[::5]])
+    assert [copy for copy, right in zip(forged[::5], verdicts, strict=True) if right] == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "gold", "right"),
+    [
+        ("Solve $2x-1>5$.", "x>3", [r"(3,\infty)", "3<x", r"x \in (3,\infty)", "x > 3.0"]),
+        ("Solve $-1<2x-3<5$.", "1<x<4", ["(1,4)", r"x\in(1,4)", "1 < x < 4"]),
+        ("Factor $x^2 - 1$.", "(x-1)(x+1)", ["(1+x)(x-1)", "-(1-x)(x+1)", "f(x)=(x-1)(x+1)", r"(x-1) \cdot (x+1)"]),
+        ("Expand $(x+1)^2$.", "x^2+2x+1", ["1+2x+x^2", r"x^2+x\cdot 2+1", "f(x)=x^2+2x+1", "{x^2+2x+1}."]),
+        (r"Simplify $\sqrt{50}$.", r"5\sqrt{2}", [r"\sqrt2 \cdot 5", r"5\times 2^{1/2}", r"x=5\sqrt[2]{2}"]),
+        (r"Rationalize $\frac{1}{\sqrt{3}}$.", r"\frac{\sqrt{3}}{3}", [r"\frac13\sqrt3", r"\sqrt3/3"]),
+        ("Write $2y=4x+6$ with $y$ alone.", "y=2x+3", ["y=3+2x", "2x+3", "2x+3=y"]),
+        ("What is it?", "x^2-1", ["(x-1)(x+1)", "-(1-x^2)", r"x \cdot x - 1"]),
+        ("What is it?", "y=2x+3", ["y-2x=3", "2y=4x+6"]),
+        ("A price falls by 50%. By what fraction?", r"\frac{1}{2}", ["0.5", "1/2"]),
+    ],
+)  # fmt: skip
+def test_the_form_of_the_reference_is_asked_for_only_where_the_problem_holds_another(grade, problem, gold, right):
+    assert grade([(problem, gold, answer) for answer in right]) == [True] * len(right)
+
+
+@pytest.mark.parametrize(
+    ("gold", "wrong"),
+    [
+        ("3125", [r"3,\!12", r"31,\!25", "3125..", r"3\!126"]),
+        (r"14,\!400", ["14,4000", "14{,}40", r"14.\!400"]),
+        ("(3,2)", ["(p,q)=(2,3)", "p=(3,2)=q", "(p,q)=(3,2),(1,1)", "(3.00001,2)", "(6/2,2)",
+                   r"(3,2) \text{ or } (2,3)"]),
+        (r"-2 \le x \le 7", [r"x \in [-2,7)", r"x \in (-2,7)", r"x \in [2,7]"]),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"[\begin{array}{c} 2 \\ 1 \end{array}]",
+                                                  r"\begin{pmatrix} 1 & 2 \end{pmatrix}",
+                                                  r"\begin{vmatrix} 1 \\ 2 \end{vmatrix}"]),
+        (r"(\frac{1}{3}, 2)", ["(0.333, 2)", "(0.333333, 2.0001)", r"(\frac{2}{6}, 2)"]),
+        ("2, 3", [r"\boxed{2} and \boxed{4}", r"\boxed{3}", r"\boxed{2} or maybe \boxed{3}",
+                  r"\boxed{2} and \boxed{3}, \boxed{4}"]),
+        ("3", [r"\boxed{3} or \boxed{2}", r"\boxed{2}, \boxed{1}"]),
+        (r"\text{even}", ["odd", r"\text{odd or even}", "not even", "evven"]),
+        ("1", [r"\frac{3}{3}", r"\cfrac{3}{3}", r"3\div 3"]),
+    ],
+)  # fmt: skip
+def test_other_notations_of_wrong_answers_are_wrong(grade, gold, wrong):
+    assert grade([("Which?", gold, answer) for answer in wrong]) == [False] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{2} and \boxed{3}", "2, 3"),
+        (r"so $x=\boxed{2}$, $x=\boxed{3}$ or $x=\boxed{-1}$.", "2, 3, -1"),
+        (r"\boxed{1}. Then \boxed{2} and \boxed{3}", "2, 3"),
+        (r"\boxed{2, 3}. Again: \boxed{2, 3}", "2, 3"),
+        (r"\boxed{2} and \boxed{3", None),
+        (r"\boxed{2}" + " " * 200_000 + r"\boxed{3}", "3"),
+        (r"\boxed{\boxed{7}}", "7"),
+    ],
+)
+def test_boxes_that_are_one_answer(text, content):
+    assert boxed(text, several=True) == content
+
+
+@pytest.mark.parametrize(
+    ("problem", "gold", "copy"),
+    [
+        ("Write 0.75 as a fraction.", r"\frac{3}{4}", ".75"),
+        ("Write $0.75$ as a fraction.", r"\frac{3}{4}", "+0.750"),
+        (r"Write $\tfrac34$ as a decimal.", "0.75", r"\cfrac{3}{4}"),
+        ("Write 120,000 in scientific notation.", r"1.2\times10^5", "120000"),
+        (r"Write $1\frac{4}{5}$ as a decimal.", "1.8", r"1\dfrac45"),
+    ],
+)
+def test_a_number_of_the_problem_in_its_form_is_a_copy(problem, gold, copy):
+    assert judge_at_once(copy, gold, problem) is False
+    assert judge_at_once(copy, gold) is True
+
+
+def test_plain_notation_leaves_values_as_they_are():
+    assert plain(r"47 \\ 46") == r"47 \\ 46"
+    assert plain("1,234") == "1,234", "a comma may part two values"
+    assert plain(r"1\,2") == "1 2"
+    assert plain("1, 2, ...") == "1, 2, ..."
+
+
+def test_a_spec_grades_a_problem_anew_where_only_the_problem_differs():
+    async def main():
+        async with envgym.spec("math_verify") as spec:
+            return [
+                (await spec.grade("(x^2-1)", "(x-1)(x+1)", problem)).correct
+                for problem in ("Which?", "Factor $x^2-1$.", "Which?")
+            ]
+
+    assert asyncio.run(main()) == [True, False, True]
+
+
+@pytest.mark.slow
+def test_references_of_math_in_every_notation(benchmarks, grade, benchmark_data):
+    """At least 99 % of what the library rewards, and no copy of MATH's own problems."""
+    rows = [json.loads(line) for line in (benchmark_data / "math_500.jsonl").read_text().splitlines()][::4]
+    for name, answers in benchmarks.cases(rows).items():
+        both = [
+            (case, right)
+            for case, right in zip(answers, grade(answers), strict=True)
+            if right or benchmarks.grade_by_library(case)
+        ]
+        assert sum(right for _, right in both) >= 0.99 * len(both), (name, [case for case, right in both if not right])
+    forged = list(benchmarks.copies_of_references(rows))
+    assert not any(grade([copy[1:] for copy in forged]))
