@@ -4,7 +4,8 @@
 
 100,000 episodes with log-normal lengths (median 500 tokens, 99th percentile 8 thousand) in one file; measured in a
 headless browser: the first rows of the list, an episode with its tokens, and the longest frame while the list is
-scrolled; the server's memory after a list and after 200 episodes. And the main job with and without a client that
+scrolled; 40 curves of 5,000 steps, drawn and drawn again with one more; the server's memory after a list and after 200
+episodes. And the main job with and without a client that
 follows it, in turns, five times each: seconds a step.
 """
 
@@ -43,6 +44,36 @@ from envgym.types import (
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 MEDIAN, P99 = 500, 8000
+CURVES = """async () => {
+    const { chart } = await import("/page/charts.js"), records = [], names = [...Array(40).keys()].map((n) => `m${n}`);
+    for (let step = 0; step < 5000; step++) {
+        const record = { step };
+        names.forEach((name, n) => {
+            record[name] = Math.sin(step / 300 + n) + Math.random();
+            record[name + "low"] = record[name] - 0.3;
+            record[name + "high"] = record[name] + 0.3;
+        });
+        records.push(record);
+    }
+    const frame = () => new Promise(requestAnimationFrame);
+    const painted = async () => { await frame(); await frame(); await new Promise((done) => setTimeout(done)); };
+    await painted();
+    const began = performance.now();
+    const line = (name, n) => (n % 4 ? { name } : { name, low: `${name}low`, high: `${name}high` });
+    const charts = names.map((name, n) => chart(name, [line(name, n)]));
+    const box = document.createElement("div");
+    box.className = "charts";
+    box.append(...charts.map((one) => one.element));
+    document.getElementById("main").replaceChildren(box);
+    charts.forEach((one) => one.set(records));
+    await painted();
+    const first = performance.now();
+    records.push({ ...records.at(-1), step: 5000 });
+    charts.forEach((one) => one.set(records));
+    await painted();
+    return [first - began, performance.now() - first];
+}"""
+"""Milliseconds from data to what is on the screen, the first time and with one more step."""
 
 
 def episodes(count: int) -> Iterator[Episode]:
@@ -135,6 +166,9 @@ def look(folder: Path, count: int) -> dict[str, float]:
         page.wait_for_selector(".tokens span")
         figures["episode_paint_s"] = time.monotonic() - began
         figures["server_episodes_mib"] = resident(server)
+        drawn: list[list[float]] = [page.evaluate(CURVES) for _ in range(11)]
+        figures |= {"curves_ms": statistics.median(first for first, _ in drawn)}
+        figures |= {"curves_again_ms": statistics.median(again for _, again in drawn)}
         browser.close()
     server.terminate()
     server.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -13,13 +14,17 @@ from typing import Any
 
 from envgym.errors import DataError
 
+from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, json_object, regular, whole_lines, written_out
 from .sources import Source
 
-PLAIN = ("id", "key", "group", "member", "env", "attempt", "reward", "score", "seconds", "tokens", "turns", "surprise")
-"""Columns of a list of episodes, beside `status` and `reason`."""
+TEXTS = ("id", "key", "group", "env", "status", "reason")
+NUMBERS = ("member", "attempt", "reward", "score", "seconds", "tokens", "turns", "surprise")
+"""Columns of a list of episodes."""
+OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
+"""Those that lie within another in a Parquet file."""
 CACHED = 4
 """Files whose lists are kept in memory."""
-TEXTS = 65536
+TOKENS = 65536
 """Texts of tokens that are kept."""
 
 
@@ -50,7 +55,7 @@ class Listing:
             return self._row(index)
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
-            record: dict[str, Any] = json.loads(file.readline())
+            record: dict[str, Any] = json.loads(file.readline(EPISODE))
         return record
 
     def holds(self, text: str) -> list[int]:
@@ -66,46 +71,48 @@ class Listing:
 
     def _read_columns(self) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        try:
-            file = pq.ParquetFile(self.path)
-            table = file.read(columns=[*PLAIN, "outcome.status", "outcome.reason"])
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{self.path} is no file of episodes ({str(error).splitlines()[0]})") from None
-        if missing := [name for name in PLAIN if name not in table.column_names]:
-            raise DataError(f"{self.path} is no file of episodes: it has no column {missing[0]!r}")
-        self._metadata = file.metadata  # some kilobytes a group, which need not be read with every episode
-        outcome = table["outcome"].combine_chunks()
-        self._columns = {name: table[name] for name in PLAIN}  # lists only of what is asked for
-        self._columns |= {name: outcome.field(name) for name in ("status", "reason")}
-        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        self._file = file = Parquet(self.path)
+        paths = {name: OUTCOME.get(name, name) for name in (*TEXTS, *NUMBERS)}
+        table = file.read(range(file.metadata.num_row_groups), list(paths.values())).flatten()
+        if sum(map(written_out, table.columns)) > LISTED:
+            raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
+        for name, column in paths.items():  # lists only of what is asked for
+            if column not in table.column_names:
+                raise DataError(f"{self.path} is no file of episodes: it has no column {column!r}")
+            values = table[column]
+            is_whole = name in NUMBERS and pa.types.is_integer(values.type)
+            try:
+                self._columns[name] = values if is_whole else values.cast("string" if name in TEXTS else "float64")
+            except pa.ArrowException:
+                raise DataError(f"{self.path} is no file of episodes: its column {column!r} is another's") from None
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
         self._starts = array("q", itertools.accumulate(sizes, initial=0))[:-1]
 
     def _row(self, index: int) -> dict[str, Any]:
-        import pyarrow.parquet as pq
-
         number = bisect.bisect_right(self._starts, index) - 1
-        group = pq.ParquetFile(self.path, metadata=self._metadata).read_row_group(number)
-        [row] = group.slice(index - self._starts[number], 1).to_pylist()
-        return {**row, "task": json.loads(row["task"]), "metrics": dict(row["metrics"])}
+        row = self._file.read([number]).take([index - self._starts[number]])
+        if sum(map(written_out, row.columns)) > ROW:
+            raise DataError(f"{self.path}, episode {index}: it is larger than {ROW >> 20} MiB, and is not shown")
+        [record] = row.to_pylist()
+        return {**record, "task": json.loads(record["task"]), "metrics": dict(record["metrics"])}
 
     # -- lines of JSON -----------------------------------------------------------------------------------------
 
     def _scan_lines(self) -> None:
-        columns: dict[str, list[Any]] = {name: [] for name in (*PLAIN, "status", "reason")}
-        starts, at = array("q"), 0
-        with self.path.open("rb") as file:
-            for line in file:
-                start, at = at, at + len(line)
-                try:
-                    listed = _listed(json.loads(line)) if line.endswith(b"\n") else None  # else it is being written
-                except (ValueError, KeyError, TypeError):
-                    raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
-                if listed is not None:
-                    starts.append(start)
-                    for name, column in columns.items():
-                        column.append(listed[name])
+        columns: dict[str, list[Any]] = {name: [] for name in (*TEXTS, *NUMBERS)}
+        starts, size = array("q"), 0
+        for start, _, line in whole_lines(self.path, EPISODE):
+            try:
+                listed = _listed(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
+            size += sum(map(sys.getsizeof, listed.values()))
+            if size > LISTED:
+                raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
+            starts.append(start)
+            for name, column in columns.items():
+                column.append(listed[name])
         self._starts, self._columns = starts, dict(columns)
 
 
@@ -119,8 +126,8 @@ def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
     segments = [segment for row in record["rows"] for segment in row["segments"] if segment["role"] == "action"]
     sampled = [value for segment in segments for value in segment["logprobs"] or ()]
     task = record["task"]
-    return {
-        **{name: record.get(name) for name in PLAIN},
+    listed = {
+        **{name: record.get(name) for name in (*TEXTS, *NUMBERS)},
         "key": f"{task['env']}/{task['id']}" if task["env"] else task["id"],
         "tokens": sum(len(segment["token_ids"]) for segment in segments),
         "turns": sum(len(row["turns"]) for row in record["rows"]),
@@ -128,6 +135,10 @@ def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
         "status": record["outcome"]["status"],
         "reason": record["outcome"]["reason"],
     }
+    for names, kinds in ((TEXTS, str), (NUMBERS, int | float)):
+        if not all(isinstance(listed[name], kinds | None) for name in names):
+            raise TypeError("a text or a number is something else")
+    return listed
 
 
 @lru_cache(CACHED)
@@ -137,9 +148,9 @@ def _listing(path: Path, changed: int, size: int) -> Listing:
 
 def listing(source: Source, step: int) -> Listing:
     """The list of a step's file. Raises `DataError` where there is none, or it cannot be read."""
-    path = source.files().get(step)
-    if path is None or not path.is_file():
+    if step not in (files := source.files()):
         raise DataError(f"{source.id} has no episodes of step {step}")
+    path = regular(files[step], source.roots)
     status = path.stat()
     return _listing(path, status.st_mtime_ns, status.st_size)
 
@@ -162,15 +173,21 @@ class Texts:
         self._of = None if file is None else _texts(file)
 
     def __call__(self, token_ids: Sequence[int]) -> list[str] | None:
-        return None if self._of is None else [self._of(token) for token in token_ids]
+        try:
+            return None if self._of is None else [self._of(token) for token in token_ids]
+        except (TypeError, OverflowError):  # these are no tokens
+            return None
 
 
 @lru_cache(CACHED)
 def _texts(file: Path) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
-    return lru_cache(TEXTS)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # it raises nothing narrower: a damaged one gives no texts
+        return None
+    return lru_cache(TOKENS)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
 
 def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -184,7 +201,8 @@ def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | N
         tokens["logprobs"] += segment.get("logprobs") or [None] * len(ids)
         versions: list[Any] = [None] * len(ids)
         for span in segment.get("versions") or ():
-            versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+            start, end = (min(max(0, span[edge]), len(ids)) for edge in ("start", "end"))
+            versions[start:end] = [span["version"]] * (end - start)
         tokens["versions"] += versions
     sampled = [value is not None for value in tokens["logprobs"]]
     made = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios"}
@@ -197,29 +215,33 @@ def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | N
 
 def _learned(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:
     """Advantages, log-probabilities and ratios of an episode's rows, by row number, read without those of others."""
-    path = source.of_step("learned", step)
-    if source.kind != "run" or not path.is_file():
+    if (path := source.of_step("learned", step)) is None:
         return {}
-    import pyarrow.parquet as pq
+    import pyarrow.compute as pc
 
-    rows = pq.read_table(path, filters=[("episode", "==", episode)]).to_pylist()
+    file, rows = Parquet(path), []
+    for number in range(file.metadata.num_row_groups):
+        known = file.metadata.row_group(number).column(0).statistics  # of the column `episode`
+        if known is None or not known.has_min_max or known.min <= episode <= known.max:
+            table = file.read([number])
+            table = table.filter(pc.equal(table["episode"].cast("string"), episode))
+            if sum(map(written_out, table.columns)) > ROW:
+                raise DataError(f"{path} holds more than {ROW >> 20} MiB of an episode: it is not shown")
+            rows += table.to_pylist()
     return {row["row"]: row for row in rows}
 
 
 def lanes(source: Source, step: int) -> dict[str, Any]:
     """The recorded times of a step: its phases, and its episodes' spans."""
-    path = source.of_step("events", step)
     found: dict[str, list[Any]] = {"phases": [], "episodes": []}
-    if source.kind != "run" or not path.is_file():
+    if (path := source.of_step("events", step)) is None:
         return found
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:  # the line that a kill has cut
-                continue
-            found["phases"] += event.get("phases", [])
-            found["episodes"] += [event] if "episode" in event else []
+    for _, _, line in whole_lines(path, RECORD):
+        event = json_object(line)  # empty for the line that a kill has cut
+        if isinstance(event.get("phases"), list):
+            found["phases"] += event["phases"]
+        if isinstance(event.get("episode"), str) and isinstance(event.get("spans"), list):
+            found["episodes"].append(event)
     return found
 
 

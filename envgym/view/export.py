@@ -17,7 +17,7 @@ from envgym.errors import ConfigError, DataError
 from .episodes import Listing, listing
 from .server import PAGE, Answers, dumped
 
-MODULES = ("api", "dom", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
+MODULES = ("api", "dom", "plot", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
 """The page's modules, each after those that it uses."""
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 ROWS = 2000
@@ -65,12 +65,13 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
         held[path] = text
         return True
 
-    curves = [path for name in answers.sources for path in (f"run|{name}", f"metrics|{name}|0")]
+    shown = {name: one for name, one in answers.sources.items() if not one.why}
+    curves = [path for name in shown for path in (f"run|{name}", f"metrics|{name}|0")]
     if not all(hold(path) for path in ["index", *curves]):
         raise ConfigError(
             f"--megabytes {megabytes:g} is too little for the page and its curves: give more, or leave it out"
         )
-    steps = [(name, step) for name, one in answers.sources.items() for step in sorted(one.files(), reverse=True)]
+    steps = [(name, step) for name, one in shown.items() for step in sorted(one.files(), reverse=True)]
     leave, whole, wanted, older = room // 2, 0, [], []
     for name, step in steps:
         found = listing(answers.sources[name], step)
@@ -115,15 +116,14 @@ def in_turns(lists: list[list[Any]], most: int) -> Iterator[Any]:
 
 def _page(title: str, content: str) -> str:
     page = (PAGE / "index.html").read_text(encoding="utf-8")
-    style = "".join((PAGE / name).read_text(encoding="utf-8") for name in ("uplot.css", "style.css"))
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
     script = "".join(IMPORT.sub("", (PAGE / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES)
     script = re.sub(r"^export ", "", script, flags=re.MULTILINE)
-    charts = (PAGE / "uplot.js").read_text(encoding="utf-8")
     packed = base64.b64encode(gzip.compress(content.encode())).decode()
     body = page[page.index("<body>") : page.index("</body>")]
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8>{MARK}<meta name=viewport content='width=device-width'>"
         f"<title>{html.escape(title)}</title><style>{style}</style>{body}"
         f"<script type='text/plain' id='held'>{packed}</script>"
-        f"<script>{charts}</script><script type=module>{script}</script></body>"
+        f"<script type=module>{script}</script></body>"
     )

@@ -37,54 +37,79 @@ class Answers:
         self.sources = find(given)
 
     def __call__(self, path: str) -> Any:
-        """The answer to `WHAT/ARGUMENT/…`, whose parts are separated by `|`. Raises `DataError`, also for a path that
-        is none of these: only what was found in the given folders is ever read."""
-        what, *arguments = path.split("|")
-        known: dict[str, Callable[..., Any]] = {
-            "index": self._index, "run": self._run, "metrics": self._metrics, "list": self._list, "lanes": self._lanes,
-            "episode": self._episode, "search": self._search, "compare": self._compare,
-        }  # fmt: skip
+        """The answer to `WHAT|ARGUMENT|…`: only what was found in the given folders is ever read. Raises `DataError`
+        where there is nothing, or nothing that can be read, and `ValueError` for what is no question."""
+        what, *parts = path.split("|")
+        questions: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...]]] = {
+            "index": (self._index, ()),
+            "run": (self._run, (self._source,)),
+            "metrics": (self._metrics, (self._source, _number)),
+            "list": (self._list, (self._source, _number, _number, _number)),
+            "lanes": (lanes, (self._source, _number)),
+            "episode": (shown, (self._source, _number, _number)),
+            "search": (self._search, (self._source, _number, str)),
+            "compare": (self._compare, (self._source, _number, self._source, _number)),
+        }
+        answer, readers = questions.get(what, (None, ()))
+        if answer is None or len(parts) != len(readers):
+            raise ValueError("no such question")
+        arguments = [read(part) for read, part in zip(readers, parts, strict=True)]
         try:
-            return known[what](*arguments)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"there is nothing at {path!r:.200} ({type(error).__name__})") from None
+            return answer(*arguments)
+        except EnvgymError:
+            raise
+        except Exception as error:  # a stranger's run may hold anything
+            raise DataError(f"this cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
     def _index(self) -> list[dict[str, Any]]:
         self.sources = find(self._given)
-        return sorted((source.listed() for source in self.sources.values()), key=lambda one: -one["changed"])
+        return sorted(map(_line, self.sources.values()), key=lambda one: -one["changed"])
 
     def _source(self, name: str) -> Source:
         if name not in self.sources:
             self.sources = find(self._given)
-        return self.sources[name]
+        source = self.sources.get(name)
+        if source is None or source.why:
+            raise DataError(source.why if source else f"there is nothing called {name!r:.200}")
+        return source
 
-    def _run(self, name: str) -> dict[str, Any]:
-        source = self._source(name)
+    def _run(self, source: Source) -> dict[str, Any]:
         summary = source.summary()
         steps = sorted(source.files())
-        about = {"id": name, "kind": source.kind, "state": source.state(summary), "summary": summary, "steps": steps}
-        return {**about, "config": source.config(), "alarms": source.alarms()}
+        about = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
+        return {**about, "steps": steps, "config": source.config(), "alarms": source.alarms()}
 
-    def _metrics(self, name: str, offset: str) -> dict[str, Any]:
-        source = self._source(name)
-        records, end = source.metrics(int(offset))
+    def _metrics(self, source: Source, offset: int) -> dict[str, Any]:
+        records, end = source.metrics(offset)
         return {"records": records, "offset": end, "state": source.state(source.summary())}
 
-    def _list(self, name: str, step: str, first: str, count: str) -> dict[str, Any]:
-        found = listing(self._source(name), int(step))
-        return {"total": len(found), "first": int(first), "columns": found.slice(int(first), int(count))}
+    def _list(self, source: Source, step: int, first: int, count: int) -> dict[str, Any]:
+        found = listing(source, step)
+        return {"total": len(found), "first": first, "columns": found.slice(first, count)}
 
-    def _episode(self, name: str, step: str, index: str) -> dict[str, Any]:
-        return shown(self._source(name), int(step), int(index))
+    def _search(self, source: Source, step: int, text: str) -> list[int]:
+        return listing(source, step).holds(text)
 
-    def _lanes(self, name: str, step: str) -> dict[str, Any]:
-        return lanes(self._source(name), int(step))
+    def _compare(self, a: Source, step_a: int, b: Source, step_b: int) -> dict[str, Any]:
+        return compared(listing(a, step_a), listing(b, step_b))
 
-    def _search(self, name: str, step: str, text: str) -> list[int]:
-        return listing(self._source(name), int(step)).holds(text)
 
-    def _compare(self, a: str, step_a: str, b: str, step_b: str) -> dict[str, Any]:
-        return compared(*(listing(self._source(name), int(step)) for name, step in ((a, step_a), (b, step_b))))
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise ValueError("no number")
+    return int(text)
+
+
+def _line(source: Source) -> dict[str, Any]:
+    """A source's line in the list of all; of one that cannot be read, with the reason."""
+    why = source.why
+    try:
+        if not why:
+            return source.listed()
+    except Exception as error:  # a stranger's run may hold anything, and takes no other from the list
+        why = str(error) if isinstance(error, EnvgymError) else f"{type(error).__name__}: {str(error)[:200]}"
+    kind = source.kind if source.kind == "link" else "unreadable"
+    return {"id": source.id, "kind": source.kind, "changed": 0.0, "files": 0, "state": kind, "why": why}
 
 
 class ViewServer:
@@ -108,21 +133,22 @@ class ViewServer:
 
     async def _api(self, request: web.Request) -> web.Response:
         try:
-            answer = await asyncio.to_thread(self._answers, request.query.get("q", ""))
+            text = await asyncio.to_thread(lambda: dumped(self._answers(request.query.get("q", ""))))
         except EnvgymError as error:
             return web.json_response({"error": str(error)}, status=404)
-        return web.json_response(text=await asyncio.to_thread(dumped, answer))
+        return web.json_response(text=text)
 
     @web.middleware
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if (refusal := self._refusal(request)) is not None:
-            return web.json_response({"error": refusal}, status=403, headers=HEADERS)
         try:
-            response = await handler(request)
+            refusal = self._refusal(request)
+            response = await handler(request) if refusal is None else _error(refusal, 403)
         except web.HTTPException as error:
-            response = web.json_response({"error": error.reason}, status=error.status)
+            response = _error(error.reason, error.status)
+        except Exception:  # no handler knows what to make of it: a host, a cookie or a question that is none
+            response = _error("this request cannot be read", 400)
         response.headers.update(HEADERS)
         return response
 
@@ -135,6 +161,10 @@ class ViewServer:
             return None if is_loopback(name) else "this is for this machine: use localhost or 127.0.0.1"
         given = request.query.get("token") or request.cookies.get(COOKIE, "")
         return None if hmac.compare_digest(given.encode(), self._token.encode()) else "open it with /?token=TOKEN"
+
+
+def _error(text: str, status: int) -> web.StreamResponse:
+    return web.json_response({"error": text}, status=status)
 
 
 def dumped(answer: Any) -> str:

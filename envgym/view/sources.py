@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +11,40 @@ from typing import Any
 
 from envgym.config.recipes import read_yaml
 from envgym.disk import holder
-from envgym.errors import ConfigError
-from envgym.monitoring.alarms import Alarms
+from envgym.errors import ConfigError, DataError
+from envgym.monitoring.alarms import sentence
+from envgym.training.run_folder import files_by_step
+
+from . import reading
+from .reading import json_object, leads_out, regular, whole_lines, within
 
 CURVE = ("eval/score", "score/mean", "reward/mean", "loss")
 """Metrics of which a run's small picture shows the first that it has."""
 FILES = (".jsonl", ".parquet")
 SHOWN = 48
 """Points of that picture."""
+WALKED = 20_000
+"""Files and folders that are looked at in a folder, and in all below each of its folders, for runs."""
+DEPTH = 8
+"""Folders below a given one in which runs are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A stage of a run, an evaluation, or a file of episodes. `id` is its path as it was given, and its name."""
+    """A stage of a run, an evaluation, or a file of episodes. `id` is its path as it was given, and its name. Nothing
+    is read but regular files that lie within the `roots`. One of kind `link`, which leads out of them, or `unreadable`
+    is only listed; `why` is a sentence about it."""
 
     id: str
     kind: str
     path: Path
+    roots: tuple[Path, ...]
+    why: str = ""
+
+    def file(self, name: str, most: int) -> Path | None:
+        """A file of its folder; None where there is none. Raises `DataError` for one that is not read."""
+        path = self.path / name
+        return regular(path, self.roots, most) if self.kind != "file" and os.path.lexists(path) else None
 
     def files(self) -> dict[int, Path]:
         """Files of episodes by step; those that have no steps are of step 0."""
@@ -34,74 +52,74 @@ class Source:
             return {0: self.path}
         if self.kind == "evaluation":
             return {0: self.path / "episodes.jsonl"}
-        found = {step_of(path): path for path in self.path.glob("rollouts/step_*.parquet")}
-        alone = self.path / "episodes.parquet"
-        return found or ({0: alone} if alone.is_file() else {})
+        alone, folder = self.path / "episodes.parquet", self.path / "rollouts"
+        if not within(folder, self.roots):
+            raise DataError(leads_out(folder))
+        return files_by_step(folder, ".parquet") or ({0: alone} if alone.is_file() else {})
 
-    def of_step(self, folder: str, step: int) -> Path:
-        """The file that one of the folders beside the rollouts has of a step."""
-        return self.path / folder / f"step_{step:06d}{'.jsonl' if folder == 'events' else '.parquet'}"
+    def of_step(self, folder: str, step: int) -> Path | None:
+        """The file that one of the folders beside the rollouts has of a step, where there is one."""
+        is_events = folder == "events"
+        return self.file(
+            f"{folder}/step_{step:06d}{'.jsonl' if is_events else '.parquet'}",
+            reading.EVENTS if is_events else reading.GROUP,
+        )
 
     def summary(self) -> dict[str, Any]:
         """`summary.json` of a run, `result.json` of an evaluation; empty where it has not ended."""
-        name = "result.json" if self.kind == "evaluation" else "summary.json"
-        return read_json(self.path / name) if self.kind != "file" else {}
+        file = self.file("result.json" if self.kind == "evaluation" else "summary.json", reading.SUMMARY)
+        return {} if file is None else json_object(file.read_bytes())
 
     def config(self) -> dict[str, Any]:
         """Its settings; empty for a file."""
-        for folder in (self.path, self.path.parent):
-            if self.kind != "file" and (folder / "config.yaml").is_file():
-                found: dict[str, Any] = read_yaml(folder / "config.yaml")
+        for folder in (self.path, self.path.parent):  # of a stage, they lie above it
+            file = folder / "config.yaml"
+            if self.kind != "file" and os.path.lexists(file) and (folder == self.path or within(file, self.roots)):
+                found: dict[str, Any] = read_yaml(regular(file, self.roots))
                 return found
         return {}
 
     def tokenizer(self) -> Path | None:
-        """The file of the tokenizer that its tokens are of, where there is one on this machine."""
-        stages = self.config().get("stages") or [{}]
-        folders = [
-            self.path / "model",
-            *sorted(self.path.glob("checkpoints/*/model")),
-            Path(str(stages[-1].get("model"))),
-        ]
-        files = [Path(folder, "tokenizer.json") for folder in folders]
-        return next((file for file in files if file.is_file()), None)
+        """The file of the tokenizer that its tokens are of, where it holds one. A run from before runs kept theirs from
+        the start has it beside its model."""
+        return self.file("tokenizer.json", reading.TOKENIZER) or self.file("model/tokenizer.json", reading.TOKENIZER)
+
+    def records(self, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The records of `metrics.jsonl` from a byte on, each with the byte after it. Lines that are none are left out,
+        as the middle of one is where the file was rewound; so is what is neither a number nor a list."""
+        if self.kind == "run" and (path := self.file("metrics.jsonl", reading.METRICS)) is not None:
+            for _, end, line in whole_lines(path, reading.RECORD, offset):
+                record = json_object(line)
+                if isinstance(record.get("step"), int):
+                    yield end, {name: value for name, value in record.items() if _is_plain(value)}
 
     def metrics(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The records of `metrics.jsonl` from a byte on, and the byte after the last whole line."""
-        path = self.path / "metrics.jsonl"
-        if self.kind != "run" or not path.is_file() or path.stat().st_size <= offset:
-            return [], offset
-        with path.open("rb") as file:
-            file.seek(offset)
-            whole, _, _ = file.read().rpartition(b"\n")
-        records = []
-        for line in whole.splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:  # the middle of a line: the file was rewound
-                continue
-        return records, offset + len(whole) + 1 if whole else offset
+        """The records from a byte on, and the byte after the last of them."""
+        found = list(self.records(offset))
+        return [record for _, record in found], found[-1][0] if found else offset
 
     def alarms(self) -> list[dict[str, Any]]:
-        """The sentences of the alarms that its numbers raised, as the run raised them, by step."""
-        alarms, sentences = Alarms(), []
-        for record in self.metrics(0)[0]:
-            sentences += [{"step": record.get("step"), "text": raised.text} for raised in alarms.observe(record)]
-        return sentences
+        """The sentences of the alarms that the run raised, by step."""
+        named = ((record, name) for _, record in self.records() for name in _listed(record, "alarms"))
+        return [{"step": record["step"], "text": text} for record, name in named if (text := sentence(name, record))]
 
     def listed(self) -> dict[str, Any]:
         """Its line in the list of all."""
         summary, files = self.summary(), self.files()
-        newest = max((path.stat().st_mtime for path in (self.path, *files.values()) if path.exists()), default=0.0)
+        last = [files[max(files)]] if files else []
+        newest = max((path.stat().st_mtime for path in (self.path, *last) if path.exists()), default=0.0)
         line = {"id": self.id, "kind": self.kind, "changed": newest, "files": len(files), "state": self.state(summary)}
         if self.kind == "run":
-            records, _ = self.metrics(0)
-            key = next((key for key in CURVE if any(key in record for record in records)), None)
-            points = [record[key] for record in records if key in record] if key else []
+            curves: dict[str, list[Any]] = {key: [] for key in CURVE}
+            step = alarms = 0
+            for _, record in self.records():
+                step, alarms = record["step"], alarms + len(_listed(record, "alarms"))
+                for key in curves.keys() & record.keys():
+                    curves[key].append(record[key])
+            shown = next((key for key in CURVE if curves[key]), None)
             evals = summary.get("eval") or {}
-            line |= {"steps": records[-1]["step"] if records else 0, "curve": points[-SHOWN:], "of": key}
+            line |= {"steps": step, "curve": curves[shown][-SHOWN:] if shown else [], "of": shown, "alarms": alarms}
             line |= {when: (evals.get(when) or {}).get("score") for when in ("before", "after")}
-            line["alarms"] = sum(len(record.get("alarms", ())) for record in records)
         elif self.kind == "evaluation":
             line["after"] = summary.get("score")
         return line
@@ -116,41 +134,68 @@ class Source:
 
 def find(given: Sequence[Path]) -> dict[str, Source]:
     """Sources at the given paths, by id. Raises `ConfigError` for one at which there is nothing."""
-    found: dict[str, Source] = {}
     for path in given:
         if not path.exists():
             raise ConfigError(f"there is nothing at {path}: name a run, an evaluation, a file of episodes, or a folder")
         if path.is_file() and path.suffix not in FILES:
             raise ConfigError(f"{path} is no file of episodes: those end in {' or '.join(FILES)}")
-        for source in _in(path, str(path)):
-            found[source.id] = source
-    return found
+    roots = tuple(Path(os.path.realpath(path)) for path in given)
+    return {source.id: source for path in given for source in _Walk(roots).sources(path, str(path))}
 
 
-def _in(path: Path, name: str) -> Iterator[Source]:
+class _Walk:
+    """A walk through folders that looks for sources. It follows links to what lies within the `roots`, but walks
+    through none: they may lead back."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        self._roots = roots
+        self._left = WALKED
+
+    def sources(self, path: Path, name: str, depth: int = 0) -> Iterator[Source]:
+        """The sources at `path`, which is called `name`."""
+        text = name.encode(errors="replace").decode()
+        try:
+            is_link = depth > 0 and path.is_symlink()
+            if is_link and not within(path, self._roots):
+                yield Source(text, "link", path, self._roots, leads_out(path))
+            elif (kind := _kind(path)) is not None:
+                if text != name or "|" in name:
+                    raise DataError("its name holds '|' or what is no text: rename it to look at it")
+                yield Source(name, kind, path, self._roots)
+            elif path.is_dir() and not is_link and depth < DEPTH:  # of several, or a run of several stages
+                for inner in self._entries(path):
+                    if depth == 0:
+                        self._left = WALKED
+                    yield from self.sources(inner, f"{name}/{inner.name}", depth + 1)
+        except (OSError, DataError) as error:
+            yield Source(text, "unreadable", path, self._roots, str(error))
+
+    def _entries(self, folder: Path) -> list[Path]:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, self._left + 1))
+        self._left -= len(names)
+        if self._left < 0:
+            raise DataError(f"{folder}: there are more than {WALKED:,} files and folders here: name one of them")
+        known = [folder / name for name in names if name not in ("model", "checkpoints", "logs") and name[0] != "."]
+        is_run = (folder / "config.yaml").exists()
+        return [path for path in known if not (is_run and path.is_file())]
+
+
+def _kind(path: Path) -> str | None:
+    """The kind of source that a path is; None for another folder or file."""
     if path.is_file():
-        if path.suffix in FILES:
-            yield Source(name, "file", path)
-        return
+        return "file" if path.suffix in FILES else None
     if (path / "metrics.jsonl").is_file() or (path / "rollouts").is_dir() or (path / "episodes.parquet").is_file():
-        yield Source(name, "run", path)
-    elif (path / "result.json").is_file() or (path / "episodes.jsonl").is_file():
-        yield Source(name, "evaluation", path)
-    else:  # a folder of several, or a run of several stages
-        for inner in sorted(path.iterdir()):
-            is_own = inner.name in ("model", "checkpoints", "logs") or inner.name.startswith(".")
-            if not is_own and not (inner.is_file() and (path / "config.yaml").exists()):
-                yield from _in(inner, f"{name}/{inner.name}")
+        return "run"
+    return "evaluation" if any((path / name).is_file() for name in ("result.json", "episodes.jsonl")) else None
 
 
-def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
+def _listed(record: dict[str, Any], key: str) -> list[Any]:
+    return record[key] if isinstance(record.get(key), list) else []
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of a file; empty where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _is_plain(value: Any) -> bool:
+    """True for a number, and for a list of numbers and texts."""
+    if isinstance(value, list):
+        return all(isinstance(one, int | float | str) for one in value)
+    return isinstance(value, int | float)

@@ -75,8 +75,7 @@ def make_run(
         alarms = {"mismatch/mean_abs": 0.2, **({"alarms": ["mismatch"]} if step == 2 else {})}
         folder.append_metrics({**record, "seconds/rollout": 30.0, "seconds/learn": 10.0, **alarms})
     if tokenizer is not None:
-        folder.model.mkdir()
-        shutil.copy(tokenizer / "tokenizer.json", folder.model)
+        shutil.copy(tokenizer / "tokenizer.json", folder.tokenizer_file)
     return folder
 
 

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from html.parser import HTMLParser
 
 import pytest
 
@@ -66,6 +67,21 @@ def test_a_small_file_has_the_newest_lists_and_episodes_and_says_so(exported, tm
     assert f"the lists of {len(lists)} of 6 steps" in said
     assert [int(path.split("|")[2]) for path in lists] == list(range(6, 6 - len(lists), -1))
     assert kinds(small).count("episode") > 5
+
+
+def test_a_name_is_text_in_the_title_and_in_the_files_head(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "R&lt;D <b>&amp; 'x' \"y\""
+    make_run(tmp_path / name, steps=1)
+    assert main(["export", name, "--out", "out.html"]) == 0
+    found = HTMLParser()
+    titles, tags = [], []
+    found.handle_starttag = lambda tag, _: tags.append(tag)
+    found.handle_data = lambda text: titles.append(text) if tags[-1] == "title" else None
+    found.feed((tmp_path / "out.html").read_text())
+    assert titles[0] == name
+    assert "b" not in tags
+    assert main(["export", name, "--out", "out.html"]) == 0
 
 
 @pytest.mark.parametrize(

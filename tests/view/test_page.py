@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from envgym.episodes.files import write_episodes
-from envgym.types import Message
+from envgym.types import Message, StopReason, Turn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing
@@ -81,6 +81,22 @@ def test_tokens_are_coloured_by_what_was_learned_of_them(tree, page):
         assert main.locator("article").count() == 4
 
 
+def test_rewards_stand_at_the_turns_that_were_sampled(tmp_path, page):
+    """A prompt may hold answers of its own (examples, a conversation before): they earned nothing here."""
+    turns = [("user", "2?"), ("assistant", "example"), ("user", "3?"), ("assistant", "wrong"), ("user", "again"),
+             ("assistant", "right")]  # fmt: skip
+    episodes = [made(0, m, messages=[Message.of(role, text) for role, text in turns]) for m in range(2)]
+    for episode in episodes:
+        episode.rows[0].turns = [Turn(0.25, StopReason.STOP), Turn(0.75, StopReason.STOP)]
+    write_episodes(tmp_path / "some.jsonl", episodes)
+    heads = ["assistant", "assistantreward 0.250", "assistantreward 0.750"]
+    with viewing(tmp_path, "some.jsonl") as url:
+        main = opened(page, url, "episode/some.jsonl/0/0")
+        assert main.locator(".turn.assistant header").all_text_contents() == heads
+        main = opened(page, url, "group/some.jsonl/0/0")
+        assert main.locator("article .turn.assistant header").all_text_contents() == heads * 2
+
+
 def test_a_bar_filters_and_search_finds(tree, page):
     with viewing(tree) as url:
         main = opened(page, url, f"list/{RUN}/1")
@@ -131,7 +147,126 @@ def test_a_live_run_is_followed(tree, page):
         height = main.evaluate("one => one.scrollHeight")
         folder.append_metrics({"step": 4, "reward/mean": 0.9, "episodes": 16, "loss": 0.1})
         page.wait_for_function("() => document.querySelector('main').innerText.includes('4 of 9')", timeout=15000)
+        reward = main.locator(".chart", has_text="reward")
+        assert reward.locator("canvas").get_attribute("aria-label") == "reward/mean over steps 1 to 4, last 0.900"
+        assert reward.locator(".now").inner_text() == "0.900"
         assert main.evaluate("one => one.scrollHeight") == height, "nothing jumps"
+
+
+def test_ticks_are_few_round_and_told_apart(tree, page):
+    """Whatever the range: two ticks or more, in it, each with a word of its own that fits beside the axis."""
+    with viewing(tree) as url:
+        page.goto(url)
+        axes = page.evaluate("""async () => {
+            const { ticks, label } = await import("/page/plot.js"), found = [];
+            for (const size of [1e-9, 3e-5, 0.007, 0.11, 0.5, 0.99, 1, 1.7, 9, 44, 1e3, 12345, 7e5, 3e7, 1e12])
+                for (const low of [0, -size / 3, size, 10 * size, -1000 * size]) for (const most of [2, 3, 4, 6]) {
+                    const [at, step] = ticks(low, low + size, most);
+                    found.push([low, low + size, most, step, at, at.map((tick) => label(tick, step))]);
+                }
+            return found;
+        }""")
+        assert page.evaluate("() => import('/page/plot.js').then(({ ticks }) => ticks(39, 41, 6, 1))") == [
+            [39, 40, 41],
+            1,
+        ]
+    assert len(axes) == 300
+    for low, high, most, step, at, words in axes:
+        told = (low, high, step, at, words)
+        assert 2 <= len(at) <= 2 * most + 1, told
+        assert low - step * 1e-6 <= at[0] <= at[-1] <= high + step * 1e-6, told
+        assert f"{step:e}"[0] in "125", told
+        assert len(set(words)) == len(words), told
+        assert max(map(len, words)) <= 10, told
+        for tick, word in zip(at, words, strict=True):
+            value = float(word.replace("−", "-").replace("k", "e3"))
+            assert value == pytest.approx(tick, abs=step / 100), told
+
+
+def inks(plot):
+    """How many pixels a drawing has of each colour of the page that it is drawn with."""
+    return plot.evaluate("""(box) => {
+        const canvas = box.querySelector("canvas"), style = getComputedStyle(document.documentElement);
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, found = {};
+        for (const name of ["--line-1", "--rule", "--quiet"]) {
+            const [r, g, b] = style.getPropertyValue(name).trim().match(/[0-9a-f]{2}/g).map((two) => parseInt(two, 16));
+            let count = 0;
+            for (let n = 0; n < pixels.length; n += 4) {
+                const far = Math.abs(pixels[n] - r) + Math.abs(pixels[n + 1] - g) + Math.abs(pixels[n + 2] - b);
+                if (far < 12 && pixels[n + 3] > 200) count++;
+            }
+            found[name] = count;
+        }
+        return { ...found, width: canvas.width };
+    }""")
+
+
+DRAWN = """() => [...document.querySelectorAll(".chart:not([hidden]) canvas")].every(
+    (one) => one.height === one.clientHeight && one.width === one.clientWidth)"""
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_curves_are_drawn_and_told_under_the_pointer(tree, browser, scheme, width):
+    make_curves(tree / "runs" / "first", 40)
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    with viewing(tree) as url:
+        main = opened(page, url, f"run/{RUN}")
+        page.wait_for_function(DRAWN)
+        titles = main.locator(".chart:not([hidden]) figcaption > span:first-child").all_inner_texts()
+        assert titles == ["held-out score", "reward", "loss"]
+        for n, plot in enumerate(main.locator(".chart:not([hidden]) .plot").all()):
+            found = inks(plot)
+            assert found["--line-1"] > (40 if n else 8)  # the first has a single point
+            assert found["--rule"] > 500
+            assert found["width"] == round(plot.bounding_box()["width"])
+        reward = main.locator(".chart:not([hidden])").nth(1)
+        assert reward.locator(".now").inner_text() == "0.975"
+        canvas = reward.locator("canvas")
+        assert canvas.get_attribute("aria-label") == "reward/mean over steps 1 to 40, last 0.975"
+        box = canvas.bounding_box()
+        canvas.hover(position={"x": box["width"] - 12, "y": 60})
+        assert reward.locator(".now").inner_text() == "step 40 0.975 [0.953, 0.997]"  # 0.975 ± 1.96 · 0.25 / √512
+        canvas.hover(position={"x": 1, "y": 60})
+        assert reward.locator(".now").inner_text().startswith("step 1 0.024 [")
+        assert reward.locator(".mark").is_visible()
+        page.mouse.move(5, 5)
+        assert reward.locator(".now").inner_text() == "0.975"
+        assert not reward.locator(".mark").is_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), (
+            "nothing is wider than the page"
+        )
+        before = inks(reward.locator(".plot"))["width"]
+        page.set_viewport_size({"width": width - 60, "height": 800})
+        page.wait_for_function(f"() => document.querySelectorAll('.chart:not([hidden]) canvas')[1].width !== {before}")
+        assert inks(reward.locator(".plot"))["--line-1"] > 40
+    page.close()
+
+
+def make_curves(run, steps):
+    records = [{"step": 0, "eval/score": 0.25, "eval/ci95": [0.2, 0.3]}]
+    for step in range(1, steps + 1):
+        reward = 0.975 * step / steps
+        records.append(
+            {"step": step, "reward/mean": reward, "reward/std": 0.25, "episodes": 512, "loss": (-1) ** step * 1e-8}
+        )
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_thousands_of_steps_are_a_mean_within_their_range(tree, page):
+    make_curves(tree / "runs" / "first", 5000)
+    with viewing(tree) as url:
+        main = opened(page, url, f"run/{RUN}")
+        page.wait_for_function(DRAWN)
+        loss = main.locator(".chart:not([hidden])").nth(2)
+        assert inks(loss.locator(".plot"))["--line-1"] < 3000  # between -1e-8 and 1e-8 all else is light
+        filled = loss.locator("canvas").evaluate("""(canvas) => {
+            const pen = canvas.getContext("2d"), x = Math.round(canvas.width / 2);
+            const column = pen.getImageData(x, 12, 1, canvas.height - 34).data;
+            return column.filter((one, n) => n % 4 === 3 && one > 60).length;
+        }""")
+        assert filled > 80  # of 106 rows
+        loss.locator("canvas").hover(position={"x": 240, "y": 40})
+        assert "e−8" in loss.locator(".now").inner_text()
 
 
 def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypatch):
@@ -143,6 +278,11 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"file://{tree}/first.html")
     page.wait_for_selector(".charts .chart:not([hidden]) canvas")
+    page.wait_for_function(DRAWN)
+    assert all(inks(plot)["--line-1"] > 40 for plot in page.locator(".chart:not([hidden]) .plot").all())
+    loss = page.locator(".chart:not([hidden])", has_text="loss")
+    loss.locator("canvas").hover(position={"x": 260, "y": 40})
+    assert loss.locator(".now").inner_text().startswith("step 3 0.333")
     page.locator("a.step").first.click()
     page.wait_for_selector("a.row")
     assert page.locator("a.row").count() == 16
@@ -216,5 +356,5 @@ def test_axe_finds_nothing_serious(tree, browser, scheme, width):
 
 def test_the_pages_files_are_small():
     files = [path for path in (Path(__file__).parents[2] / "envgym" / "view" / "page").iterdir() if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 250_000
+    assert sum(path.stat().st_size for path in files) < 120_000
     assert json.dumps([path.name for path in files]).count(".js") == 11

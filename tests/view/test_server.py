@@ -12,6 +12,7 @@ import pytest
 from envgym.cli import main
 from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, DataError
+from envgym.types import Segment
 from envgym.view.episodes import listing
 from envgym.view.server import Answers
 
@@ -43,15 +44,18 @@ def test_another_site_cannot_read_it(tree):
         assert "<script>" not in text  # nothing inline
 
 
-@pytest.mark.parametrize("query", [
-    "list|../../etc|0|0|9", "episode|/etc/passwd|0|0", "run|runs/first/../..", "run|runs/none",
-    "list|runs/first|99|0|9",
-    "list|runs/first|x|0|9", "nothing", "", "episode|runs/first|1|-1", "compare|runs/first",
+@pytest.mark.parametrize(("query", "status"), [
+    ("list|../../etc|0|0|9", 404), ("episode|/etc/passwd|0|0", 404), ("run|runs/first/../..", 404),
+    ("run|runs/none", 404), ("list|runs/first|99|0|9", 404), ("episode|runs/first|1|99", 404),
+    ("list|runs/first|x|0|9", 400), ("nothing", 400), ("", 400), ("episode|runs/first|1|-1", 400),
+    ("list|runs/first|-1|0|9", 400), ("list|runs/first|1|-5|9", 400), ("list|runs/first|1|0|-9", 400),
+    ("metrics|runs/first|-1", 400), ("lanes|runs/first|-1", 400), (f"list|runs/first|{'9' * 5000}|0|9", 400),
+    ("lanes|runs/first|\u0661", 400), ("compare|runs/first", 400), ("index|1", 400),
 ])  # fmt: skip
-def test_what_is_not_in_the_folders_is_not_there(tree, query):
+def test_what_is_not_in_the_folders_is_not_there(tree, query, status):
     with viewing(tree) as url:
-        status, answer = get(url, query)
-        assert (status, list(answer)) == (404, ["error"])
+        answered, answer = get(url, query)
+        assert (answered, list(answer)) == (status, ["error"])
         assert "Traceback" not in answer["error"]
         for path in ("page/../server.py", "page/%2e%2e/server.py", "page//etc/passwd"):
             with pytest.raises(urllib.error.HTTPError):
@@ -150,6 +154,20 @@ def test_a_file_of_episodes_alone_opens_while_it_is_written(tmp_path):
     assert Answers([path])(f"episode|{path}|0|1")["messages"][1]["content"] == "the answer"
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_surprise_is_over_the_tokens_that_have_a_log_probability(tmp_path, suffix):
+    path = tmp_path / f"some.{suffix}"
+    half, none = made(0, 0), made(1, 0)
+    half.rows[0].segments += [Segment("feedback", [7]), Segment("action", [60, 61, 62, 63])]  # an API gave these
+    half.rows[0].turns *= 2
+    none.rows[0].segments[1].logprobs = None
+    write_episodes(path, [half, none])
+    told = Answers([path])(f"list|{path}|0|0|9")["columns"]
+    assert told["surprise"] == [pytest.approx((0.1 + 0.5 + 2.0) / 3), None]
+    assert told["tokens"] == [7, 3]
+    assert told["turns"] == [2, 1]
+
+
 def test_numbers_that_json_has_not_are_nothing(tree):
     from envgym.view.server import dumped
 
@@ -188,6 +206,9 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model):
         assert row["trained"][n] == pytest.approx(row["logprobs"][n], abs=1e-3)  # the first pass: the same policy
         assert row["ratios"][n] > 0
     assert row["advantages"][sampled[0]] is not None
+    kept = (tmp_path / "runs" / "first" / "tokenizer.json").read_text()
+    assert kept == (tiny_model / "tokenizer.json").read_text()
+    assert all(isinstance(text, str) for text in row["texts"])
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, monkeypatch, capsys):

@@ -1,10 +1,6 @@
 // Curves and small pictures.
 import { h, num } from "./dom.js";
-
-/** @param {string} name @returns {string} */
-export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
+import { INKS, plot } from "./plot.js";
 
 /** A small curve without axes. @param {number[]} values @returns {Element} */
 export function spark(values) {
@@ -23,55 +19,32 @@ export function spark(values) {
 }
 
 /** Curves over steps; those with an interval have it as a band. Returns the element and a way to give new data.
- * @param {string} title @param {{name: string, low?: string, high?: string, points?: boolean}[]} lines
+ * @param {string} title @param {import("./plot.js").Line[]} lines
  * @returns {{element: HTMLElement, set: (records: any[]) => void}} */
 export function chart(title, lines) {
   const value = h("span", { class: "now" });
-  const box = h("div", { class: "plot" });
-  const element = h("figure", { class: "chart" }, h("figcaption", null, title, value), box);
-  /** @type {any} */
-  let plot = null;
-  const inks = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
+  /** @type {any[]} */
+  let own = [];
+  const curves = plot(lines, tell), element = h("figure", { class: "chart", hidden: true }, h("figcaption", null, h("span", null, title), value), curves.element);
   const names = lines.flatMap((line) => [line.name, ...(line.low && line.high ? [line.low, line.high] : [])]);
-  const series = names.map((name) => {
-    const number = lines.findIndex((line) => [line.name, line.low, line.high].includes(name));
-    const isEdge = lines[number].name !== name;
-    const points = { show: Boolean(lines[number].points) && !isEdge, size: 5 };
-    return { label: name, stroke: isEdge ? "transparent" : () => colour(inks[number % inks.length]), width: 1.5, spanGaps: true, points };
-  });
-  const bands = lines.filter((line) => line.low && line.high).map((line) => ({
-    series: [names.indexOf(/** @type {string} */ (line.high)) + 1, names.indexOf(/** @type {string} */ (line.low)) + 1],
-    fill: () => colour("--band"),
-  }));
-  const axis = { stroke: () => colour("--quiet"), grid: { stroke: () => colour("--rule"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
-  const size = () => ({ width: Math.max(160, box.clientWidth), height: 130 });
-  new ResizeObserver(() => plot && plot.setSize(size())).observe(box);
+  /** The values of a step under the pointer, or the last ones. @param {number | null} at */
+  function tell(at) {
+    value.replaceChildren(at === null ? "" : h("span", { class: "at" }, `step ${num(own[at].step)} `), ...lines.map((line, n) => {
+      const one = at === null ? own.filter((record) => typeof record[line.name] === "number").at(-1) || {} : own[at];
+      const hasBand = at !== null && line.low && line.high && typeof one[line.low] === "number" && typeof one[line.high] === "number";
+      const word = `${num(one[line.name])}${hasBand ? ` [${num(one[line.low || ""])}, ${num(one[line.high || ""])}]` : ""}`;
+      return lines.length === 1 ? word : h("span", { class: "of", vars: { "--ink-of": `var(${INKS[n % INKS.length]})` } }, ` ${line.name} ${word}`);
+    }));
+  }
   return {
     element,
     set(records) {
-      const own = records.filter((record) => names.some((name) => typeof record[name] === "number"));
-      const data = [own.map((record) => record.step), ...names.map((name) => own.map((record) => record[name] ?? null))];
-      const last = own.length ? own[own.length - 1][lines[0].name] : null;
-      value.textContent = lines.length === 1 && typeof last === "number" ? num(last) : "";
+      own = records.filter((record) => names.some((name) => typeof record[name] === "number"));
       element.hidden = own.length === 0;
-      if (plot) return plot.setData(data);
-      if (!own.length) return;
-      requestAnimationFrame(() => {
-        // @ts-ignore uPlot is a script of its own
-        plot = new uPlot({
-          ...size(), series: [{ label: "step" }, ...series], bands, legend: { show: lines.length > 1, live: false },
-          axes: [{ ...axis, size: 22 }, { ...axis, size: 50, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => short(tick)) }], scales: { x: { time: false } }, cursor: { y: false },
-        }, data, box);
-      });
+      if (own.length) tell(null);
+      curves.set(own.map((record) => record.step), Object.fromEntries(names.map((name) => [name, own.map((record) => (typeof record[name] === "number" ? record[name] : null))])));
     },
   };
-}
-
-/** A number beside an axis. @param {number} tick @returns {string} */
-function short(tick) {
-  const size = Math.abs(tick);
-  if (size >= 1e6 || (size && size < 1e-3)) return tick.toExponential(0).replace("e+", "e");
-  return size >= 1e4 ? `${tick / 1e3}k` : String(Number(tick.toPrecision(4)));
 }
 
 /** A histogram whose bars are buttons. @param {number[]} values @param {(range: [number, number] | null) => void} onPick

@@ -81,3 +81,8 @@ export async function copy(text, said) {
 export function fact(name, value) {
   return h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
 }
+
+/** A colour of the page by its name, light or dark. @param {string} name @returns {string} */
+export function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}

@@ -1,7 +1,7 @@
 // All runs, evaluations and files.
 import { ask, isExport } from "./api.js";
 import { spark } from "./charts.js";
-import { ago, h, link, num } from "./dom.js";
+import { ago, h, link, num, plain } from "./dom.js";
 
 /** @param {HTMLElement} main @returns {Promise<() => void>} */
 export async function home(main) {
@@ -28,10 +28,11 @@ export async function home(main) {
     /** @type {HTMLInputElement} */ (box).checked = picked.includes(one.id);
     const target = one.kind === "run" ? link("run", one.id) : link("list", one.id, 0);
     const score = one.kind === "evaluation" ? num(one.after) : one.after != null ? `${num(one.before)} → ${num(one.after)}` : "";
-    return h("tr", null, h("td", null, one.files ? box : ""), h("td", { class: "name" }, h("a", { href: target }, one.id)), h("td", null, one.kind),
+    const name = plain(one.id, 300), why = one.why && h("div", { class: "caption" }, plain(one.why, 300));
+    return h("tr", null, h("td", null, one.files ? box : ""), h("td", { class: "name" }, one.why ? [name, why] : h("a", { href: target }, name)), h("td", null, one.kind),
       h("td", null, h("span", { class: `state ${one.state}` }, one.state)), h("td", { class: "n" }, one.kind === "run" ? num(one.steps) : ""),
       h("td", { class: "curve" }, one.curve && one.curve.length > 1 ? spark(one.curve) : ""), h("td", { class: "n" }, score),
-      h("td", { class: "n" }, one.alarms ? h("span", { class: "alarm" }, `${one.alarms}`) : ""), h("td", { class: "n" }, ago(one.changed)));
+      h("td", { class: "n" }, one.alarms ? h("span", { class: "alarm" }, `${one.alarms}`) : ""), h("td", { class: "n" }, one.changed ? ago(one.changed) : ""));
   }
   const heads = ["", "name", "kind", "state", "steps", "curve", "score", "alarms", "changed"];
   search.addEventListener("input", draw);

@@ -1,7 +1,6 @@
 // When the episodes of a step waited, were sampled, stepped and judged, above the step's phases.
 import { ask, listOf } from "./api.js";
-import { colour } from "./charts.js";
-import { h, link, num } from "./dom.js";
+import { colour, h, link, num } from "./dom.js";
 
 const KINDS = ["waiting", "generating", "environment", "rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint"];
 const NAMES = /** @type {Record<string, string>} */ ({ rollout: "rolling out", score: "scoring", prepare: "preparing", learn: "learning", sync: "syncing", eval: "evaluating" });

@@ -9,7 +9,7 @@ const CURVES = [
   ["loss", [{ name: "loss" }]], ["entropy", [{ name: "policy/entropy" }]], ["KL to the reference", [{ name: "policy/kl" }]],
   ["mismatch, nats", [{ name: "mismatch/max" }]], ["gradient norm", [{ name: "grad_norm" }]], ["tokens an episode", [{ name: "length/mean" }]],
   ["clipped, share", [{ name: "policy/clip_fraction" }]], ["failed, share", [{ name: "failures/share" }]],
-  ["tokens a second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "accuracy" }]],
+  ["tokens a second", [{ name: "tokens/per_second" }]], ["accuracy", [{ name: "preference/accuracy" }, { name: "step/accuracy" }]],
 ];
 const PHASES = ["rollout", "score", "prepare", "learn", "sync", "eval", "checkpoint"];
 

@@ -1,0 +1,190 @@
+// Curves on a canvas: lines over steps, with bands, points, ticks and a cursor.
+import { colour, h, num } from "./dom.js";
+
+/** A line over the steps; `low` and `high` are the names of its band's edges.
+ * @typedef {{name: string, low?: string, high?: string, points?: boolean}} Line */
+
+const TOP = 12, BOTTOM = 22, RIGHT = 12, FONT = "11px system-ui, sans-serif";
+export const INKS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6"];
+
+/** @type {Record<string, string>} */
+let inks = {};
+/** Colours of the page as it is now: asked for once, since every question makes the browser lay out anew. */
+function coloured() {
+  const theme = document.documentElement.dataset.theme || "";
+  if (inks.theme !== theme) inks = Object.fromEntries([["theme", theme], ...["--rule", "--quiet", "--band", "--raised", ...INKS].map((name) => [name, colour(name)])]);
+  return inks;
+}
+
+/** Where ticks stand between two numbers, at most so many, and how far from each other: 1, 2 or 5 times a power of ten.
+ * @param {number} low @param {number} high @param {number} most @param {number} [least] @returns {[number[], number]} */
+export function ticks(low, high, most, least = 0) {
+  const rough = (high - low) / Math.max(1, most), power = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max(least, power * ([1, 2, 5].find((n) => n * power >= rough * (1 - 1e-9)) || 10));
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
+  return found.length < 2 && step > least && most < 32 ? ticks(low, high, 2 * most, least) : [found, step];
+}
+
+/** A number beside an axis whose ticks are a `step` apart. @param {number} tick @param {number} step @returns {string} */
+export function label(tick, step) {
+  const size = Math.abs(tick), power = Math.floor(Math.log10(step) + 1e-9);
+  if (size < step / 2) return "0";
+  if (size >= 1e6 || step < 1e-4) return tick.toExponential(Math.max(0, Math.floor(Math.log10(size) + 1e-9) - power)).replace("e+", "e").replaceAll("-", "−");
+  if (step >= 1e3) return `${(tick / 1e3).toFixed(0)}k`.replace("-", "−");
+  return tick.toFixed(Math.max(0, -power)).replace("-", "−");
+}
+
+/** The range of an axis: of its numbers with a little room, and of one number what is around it.
+ * @param {number} low @param {number} high @returns {[number, number]} */
+function range(low, high) {
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low > size * 1e-9) return [low - (high - low) * 0.06, high + (high - low) * 0.06];
+  return size ? [low - size / 2, high + size / 2] : [0, 1];
+}
+
+/** The points of a line by where they stand: of those in one column of pixels the mean, the lowest and the highest, to
+ * the last of the column before it.
+ * @param {number[]} xs @param {(number | null)[]} ys @param {(x: number) => number} place @param {number} width */
+function columns(xs, ys, place, width) {
+  const found = [], isDense = xs.length > 2 * width;
+  /** @type {{x: number, low: number, high: number, last: number, sum: number, count: number} | null} */
+  let last = null;
+  let at = -1;
+  for (let n = 0; n < xs.length; n++) {
+    const y = ys[n];
+    if (typeof y !== "number") continue;
+    const x = place(xs[n]), column = isDense ? Math.round(x) : n;
+    if (last === null || column !== at) {
+      /** @type {number} */
+      const before = isDense && last !== null ? last.last : y;
+      found.push(last = { x, low: Math.min(y, before), high: Math.max(y, before), last: y, sum: y, count: 1 });
+    } else {
+      if (y < last.low) last.low = y;
+      if (y > last.high) last.high = y;
+      last.last = y;
+      last.sum += y;
+      last.count++;
+    }
+    at = column;
+  }
+  return found;
+}
+
+/** A canvas that shows lines. `onPoint` is called with the number of the record under the pointer, or null.
+ * @param {Line[]} lines @param {(n: number | null) => void} onPoint
+ * @returns {{element: HTMLElement, set: (xs: number[], data: Record<string, (number | null)[]>) => void}} */
+export function plot(lines, onPoint) {
+  const canvas = /** @type {HTMLCanvasElement} */ (h("canvas", { role: "img" })), mark = h("div", { class: "mark", hidden: true }, h("i"));
+  const element = h("div", { class: "plot" }, canvas, mark);
+  const names = lines.flatMap((line) => [line.name, line.low, line.high]);
+  let width = 0, height = 0, left = 0, isDue = false;
+  /** @type {number[]} */
+  let xs = [];
+  /** @type {Record<string, (number | null)[]>} */
+  let data = {};
+  let low = 0, high = 1, first = 0, end = 1;
+  const placeX = (/** @type {number} */ x) => left + ((x - first) / (end - first)) * (width - left - RIGHT);
+  const placeY = (/** @type {number} */ y) => TOP + ((high - y) / (high - low)) * (height - TOP - BOTTOM);
+
+  function measure() {
+    low = Infinity, high = -Infinity;
+    for (const name of names) for (const y of (name && data[name]) || []) if (typeof y === "number") { if (y < low) low = y; if (y > high) high = y; }
+    [low, high] = range(low, high);
+    [first, end] = xs[0] < xs[xs.length - 1] ? [xs[0], xs[xs.length - 1]] : [xs[0] - 1, xs[0] + 1];
+    const last = data[lines[0].name].filter((y) => y !== null).at(-1);
+    canvas.setAttribute("aria-label", `${lines.map((line) => line.name).join(", ")} over steps ${xs[0]} to ${xs[xs.length - 1]}, last ${num(last)}`);
+  }
+
+  function draw() {
+    isDue = false;
+    if (!width || !xs.length) return;
+    const ink = coloured(), ratio = devicePixelRatio || 1, pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    pen.scale(ratio, ratio);
+    pen.font = FONT;
+    pen.lineWidth = 1;
+    pen.strokeStyle = ink["--rule"];
+    pen.fillStyle = ink["--quiet"];
+    const [rows, rowStep] = ticks(low, high, Math.floor((height - TOP - BOTTOM) / 26)), words = rows.map((tick) => label(tick, rowStep));
+    left = Math.ceil(Math.max(24, ...words.map((word) => pen.measureText(word).width))) + 8;
+    const room = pen.measureText(label(end, 1)).width + 26;
+    const [steps, stepSize] = ticks(first, end, Math.floor((width - left - RIGHT) / room), 1);
+    pen.beginPath();
+    for (const tick of rows) { const y = Math.round(placeY(tick)) + 0.5; pen.moveTo(left, y); pen.lineTo(width - RIGHT, y); }
+    for (const tick of steps) { const x = Math.round(placeX(tick)) + 0.5; pen.moveTo(x, TOP); pen.lineTo(x, height - BOTTOM); }
+    pen.stroke();
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    rows.forEach((tick, n) => pen.fillText(words[n], left - 6, placeY(tick)));
+    pen.textAlign = "center";
+    pen.textBaseline = "bottom";
+    for (const tick of steps) {
+      const word = label(tick, stepSize), half = pen.measureText(word).width / 2;
+      pen.fillText(word, Math.min(placeX(tick), width - half), height - 2);
+    }
+    lines.forEach((line, n) => {
+      if (line.low && line.high) band(pen, columns(xs, data[line.low], placeX, width), columns(xs, data[line.high], placeX, width), ink["--band"]);
+      curve(pen, columns(xs, data[line.name], placeX, width), ink[INKS[n % INKS.length]], Boolean(line.points));
+    });
+  }
+
+  /** @param {CanvasRenderingContext2D} pen @param {{x: number, low: number}[]} below @param {{x: number, high: number}[]} above
+   * @param {string} ink */
+  function band(pen, below, above, ink) {
+    pen.fillStyle = ink;
+    pen.beginPath();
+    for (const one of above) pen.lineTo(one.x, placeY(one.high));
+    for (let n = below.length - 1; n >= 0; n--) pen.lineTo(below[n].x, placeY(below[n].low));
+    pen.fill();
+  }
+
+  /** @param {CanvasRenderingContext2D} pen @param {ReturnType<typeof columns>} points @param {string} ink @param {boolean} hasPoints */
+  function curve(pen, points, ink, hasPoints) {
+    if (xs.length > 2 * width) { // to and fro in every column it would be a block, and slow to draw
+      pen.globalAlpha = 0.3;
+      band(pen, points, points, ink);
+      pen.globalAlpha = 1;
+    }
+    pen.strokeStyle = ink;
+    pen.lineWidth = 1.5;
+    pen.lineJoin = "round";
+    pen.beginPath();
+    for (const one of points) pen.lineTo(one.x, placeY(one.sum / one.count));
+    pen.stroke();
+    pen.fillStyle = inks["--raised"];
+    for (const one of hasPoints || points.length === 1 ? points : []) {
+      pen.beginPath();
+      pen.arc(one.x, placeY(one.last), 2.5, 0, 2 * Math.PI);
+      pen.fill();
+      pen.stroke();
+    }
+  }
+
+  /** @param {PointerEvent | null} event */
+  function point(event) {
+    mark.hidden = event === null || !xs.length;
+    if (event === null || !xs.length) return onPoint(null);
+    const wanted = first + ((event.clientX - canvas.getBoundingClientRect().left - left) / (width - left - RIGHT)) * (end - first);
+    let n = 0, after = xs.length - 1;
+    while (n < after) { const middle = (n + after) >> 1; if (xs[middle] < wanted) n = middle + 1; else after = middle; }
+    if (n && wanted - xs[n - 1] < xs[n] - wanted) n--;
+    const y = data[lines[0].name][n];
+    mark.style.setProperty("--x", `${placeX(xs[n])}px`);
+    mark.style.setProperty("--y", y === null ? "-99px" : `${placeY(y)}px`);
+    onPoint(n);
+  }
+  element.addEventListener("pointermove", point);
+  element.addEventListener("pointerleave", () => point(null));
+  new ResizeObserver(([one]) => { ({ width, height } = one.contentRect); draw(); }).observe(element);
+  return {
+    element,
+    set(newXs, newData) {
+      [xs, data] = [newXs, newData];
+      if (!xs.length) return;
+      measure();
+      if (!isDue) { isDue = true; requestAnimationFrame(draw); }
+    },
+  };
+}
