@@ -19,15 +19,15 @@ ACCEPTANCE := tests/acceptance
 
 test-slow-training: .venv/installed-dev  ## Each part takes less than an hour and writes tests/results/
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
-		lora.py turns_and_tools.py placements.py no_survivors.py) tests/training tests/rollout tests/models \
-		tests/test_end_to_end.py
+		lora.py turns_and_tools.py placements.py no_survivors.py old_folders.py) \
+		tests/training tests/rollout tests/models tests/test_end_to_end.py
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners
 
 test-slow-environments: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py) \
-		tests/check tests/env tests/envs tests/remote
+		tests/check tests/env tests/envs tests/remote tests/view
 
 test-slow-commands: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py \
@@ -62,7 +62,13 @@ format: .venv/installed-dev
 	$(BIN)/ruff check --fix envgym envs agents learners tests benchmarks examples
 	$(BIN)/ruff format envgym envs agents learners tests benchmarks examples
 
+# `new`, or the version of a Python that is too old, or nothing where there is none.
+AGE = $(shell $(PYTHON) -c 'import sys; print("new" if sys.version_info >= (3, 11) else sys.version.split()[0])')
+ADVICE := name another one, such as make demo PYTHON=python3.12
+
 .venv/installed: requirements/cpu.txt pyproject.toml
+	$(if $(filter-out new,$(or $(AGE),none)),$(error envgym needs Python 3.11 or newer, $(PYTHON) is $(or $(AGE),not \
+		there): $(ADVICE)))
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0 setuptools==78.1.1
 	$(PIP) --no-deps -r requirements/cpu.txt

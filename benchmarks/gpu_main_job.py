@@ -91,7 +91,7 @@ def make_model(folder: Path, hidden: int, layers: int, inner: int, heads: int, k
         starter = asyncio.run(of_recipe("starter", display))
     tokenizer = AutoTokenizer.from_pretrained(starter)
     config = Qwen3Config(
-        vocab_size=32768, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        vocab_size=151936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=2048,
         tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def conditions(packages: Iterable[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: installed(name) for name in packages},
     }
 
 
@@ -45,12 +45,22 @@ def conditions_in_words(where: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The commit measured, marked `-dirty` where tracked files differ from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30, check=True,
-    )  # fmt: skip
-    return described.stdout.strip()
+    """The commit measured, marked `-dirty` where tracked files differ from it; `unknown` where there is no repository:
+    what was measured must not be lost for that."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return described.stdout.strip() or "unknown"
+
+
+def installed(package: str) -> str:
+    """The version of a package; `-` where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
 
 
 def processor() -> str:

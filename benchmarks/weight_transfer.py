@@ -85,7 +85,7 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
         actor = await WorkerGroup.start(
             runtime, role="actor", model=str(folder / "model"), settings=WorkersConfig(), **learner
         )
-        transfer = FileTransfer(actor, folder, BUCKET)
+        transfer = FileTransfer(actor, folder, BUCKET, checkpoint=True)
         receipt = await transfer.send(pool, 0)
         pid = next(worker.pid for worker in [task.result() for task in runtime._spawning] if worker.name == "actor-0")
         seconds, above = [], []

@@ -25,7 +25,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     """Keep other processes of this machine out of `folder`; the lock of a process that dies is gone. Raises `RunError`,
     which says that another `what` is there, where one is."""
     try:
-        lock = (folder / "lock").open("a")  # which leaves the times of a finished run as they are
+        lock = (folder / "lock").open("a", encoding="utf-8")  # which leaves the times of a finished run as they are
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
@@ -45,7 +45,8 @@ def locked(folder: Path, what: str) -> Iterator[None]:
 def holder(folder: Path) -> str | None:
     """The process that keeps others out of `folder` (machine, process, since when); None where none does."""
     try:
-        with (folder / "lock").open() as lock:
+        # What a stranger put there instead, a pipe or a link, is not waited for, and not followed.
+        with open(os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -83,7 +84,13 @@ def unfinished(final: Path) -> Iterator[Path]:
         if not Path("/proc", abandoned.name.split(".")[-2]).exists():
             shutil.rmtree(abandoned, ignore_errors=True)
     folder = final.with_name(f"{final.name}.{suffix.format(os.getpid())}")
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        if final.is_relative_to(cache_folder("")):
+            reason = f"{error.strerror}; name a folder that can be with ENVGYM_CACHE=FOLDER"
+            raise RunError(f"{final.parent} cannot be written: {reason}") from None
+        raise
     try:
         yield folder
     finally:

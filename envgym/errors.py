@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import re
+import shlex
+import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+LONGEST_LINE = 1000
+"""Characters of a line that somebody else has written, on its way to a log."""
 
 
 class EnvgymError(Exception):
@@ -110,6 +117,17 @@ def cannot_write(error: OSError) -> str | None:
     return f"{where}: {error.strerror}"
 
 
+def printable(text: str) -> str:
+    """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+
+
+def printable_line(text: str) -> str:
+    """The same as one line of at most `LONGEST_LINE` characters, and a sign where it was cut."""
+    line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 1]}…"
+
+
 def extended(error: Error, text: str) -> Error:
     """`error` itself, with whatever it holds; its message now goes on with `text`."""
     error.args = (f"{error}; {text}", *error.args[1:])
@@ -125,5 +143,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def missing_package(package: str, extra: str, purpose: str) -> MissingDependency:
     """Build the error for an optional package: says what needs it and the command that installs it."""
     return MissingDependency(
-        f"{purpose} needs the package {package!r}, which is not installed: pip install 'envgym[{extra}]'"
+        f"{purpose} needs the package {package!r}, which is not installed: {install_command(extra, package)}"
     )
+
+
+def install_command(extra: str, package: str) -> str:
+    """The command that installs what an extra of envgym's names, or `package` where it has no such extra, into the
+    environment that runs. It names the packages: envgym itself is on no index."""
+    try:
+        declared = importlib.metadata.requires("envgym") or []
+    except importlib.metadata.PackageNotFoundError:
+        return f"pip install -e '.[{extra}]' in envgym's folder"
+    of_extra = re.compile(rf"extra == [\"']{extra}[\"']")
+    packages = [requirement.partition(";")[0].strip() for requirement in declared if of_extra.search(requirement)]
+    return shlex.join([sys.executable, "-m", "pip", "install", *(packages or [package])])

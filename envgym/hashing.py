@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from .hub import fetched_model
 from .types import Task
 
 DIGITS = 16
@@ -72,7 +73,7 @@ def task_hash(task: Task) -> str:
 def model_hash(model: str) -> str | None:
     """The hash of a model folder's configuration, tokenizer and weights; of a hub id, of what was fetched of it. None
     where there is no folder: an API's model."""
-    folder = Path(model) if Path(model).is_dir() else _fetched(model)
+    folder = Path(model) if Path(model).is_dir() else fetched_model(model)
     if folder is None:
         return None
     digest = hashlib.sha256()
@@ -89,12 +90,3 @@ def model_hash(model: str) -> str | None:
                 file.seek((size - PIECE) * piece // (PIECES - 1))
                 digest.update(file.read(PIECE))
     return digest.hexdigest()[:DIGITS]
-
-
-def _fetched(model: str) -> Path | None:
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception:  # not installed, no hub id, or nothing of it here
-        return None

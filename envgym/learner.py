@@ -7,15 +7,17 @@ learner is tested without a trainer, and the trainer knows none by name.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from .errors import RunError
 from .settings import Settings
 from .types import Episode, Group, Objective, Row
 
@@ -257,6 +259,12 @@ class Learner(ABC):
     def roles(self) -> Mapping[str, RoleSpec]:
         """The models this learner needs, by role. `actor` is the policy."""
         return {"actor": RoleSpec(trained=True, scored=False)}
+
+    @staticmethod
+    def wrong_return(method: Callable[..., Any], returned: str) -> RunError:
+        """The error for a method that `returned` too much or too little: it names the line of its author's."""
+        code = inspect.unwrap(method).__code__
+        return RunError(f"{code.co_filename}, line {code.co_firstlineno}: {code.co_name} returned {returned}")
 
     min_group_size: ClassVar[int] = 1
     """Episodes of one task a group must have to be learned from."""

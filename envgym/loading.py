@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,19 @@ def _search_in(folder: Path) -> None:
     """Let imports find modules in `folder`, after all others, so that nothing installed is shadowed."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def users_line(error: BaseException) -> str:
+    """`FILE, line N`: the last line of the user's own code that was running when `error` was raised. Empty where none
+    was."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def is_users(file: str) -> bool:
+    """True for a source file that is no part of envgym, of Python or of an installed package."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return not file.startswith(("<", *(f"{folder}/" for folder in (Path(__file__).parent, *installed))))
 
 
 def _one_line(target: str, file: Path | None, error: BaseException) -> ConfigError:

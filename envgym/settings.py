@@ -12,6 +12,20 @@ from .errors import ConfigError, UnknownKey, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
+RULES = {
+    "greater_than": "must be more than {gt:.12g}",
+    "greater_than_equal": "must be at least {ge:.12g}",
+    "less_than": "must be less than {lt:.12g}",
+    "less_than_equal": "must be at most {le:.12g}",
+    "finite_number": "must be a finite number",
+    "literal_error": "must be {expected}",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "string_type": "must be text",
+}
+"""The rules that pydantic's kinds of problem stand for, in our words."""
+
 
 class Settings(BaseModel):
     """Base of every group of settings. Unknown keys are refused, and so are numbers that are no settings: infinity and
@@ -27,9 +41,9 @@ class Settings(BaseModel):
             return value
         for one in _leaves_of_value(value):
             if isinstance(one, bool):
-                raise ValueError("input should be a number")
+                raise ValueError("must be a number")
             if isinstance(one, int) and not -(2**63) <= one < 2**63:
-                raise ValueError("input should fit into 64 bits")
+                raise ValueError("must fit into 64 bits")
         return value
 
 
@@ -76,7 +90,8 @@ def settings_error(error: ValidationError, model: type[BaseModel], where: str = 
         return ConfigError(f"{prefix}key {key!r} holds keys of its own ({key}.…), not {first['input']!r:.60}")
     if first["type"] in ("tuple_type", "list_type"):
         return ConfigError(f"{prefix}key {key!r} holds a list ([…, …]), not {first['input']!r:.60}")
-    problem = first["msg"].removeprefix("Value error, ")
+    rule = RULES.get(first["type"])
+    problem = rule.format(**first.get("ctx", {})) if rule else first["msg"].removeprefix("Value error, ")
     got = "" if first["type"] == "secret" else f", got {first['input']!r:.60}"  # it may be a key itself
     return ConfigError(f"{prefix}key {key!r}: {problem[:1].lower()}{problem[1:]}{got}")
 

@@ -59,7 +59,8 @@ class Message:
     """One chat message: `role` is `system`, `user`, `assistant` or `tool`; `content` is a tuple of parts.
 
     An assistant's message may hold `tool_calls`; a tool's result has the call it answers (`tool_call_id`) and by
-    which tool (`name`).
+    which tool (`name`). With `from_others` it holds words of the policy, a tool or another player, in which special
+    tokens are characters; a tool's result and what answers the policy are always taken so.
     """
 
     role: str
@@ -67,6 +68,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    from_others: bool = False
 
     @classmethod
     def of(cls, role: str, text: str) -> Message:

@@ -11,5 +11,7 @@ class Reverse(envgym.Env):
         return [{"role": "user", "content": f"Write {self.word} backwards."}], {}
 
     async def step(self, action):
-        right = sum(said == letter for said, letter in zip(action.text, reversed(self.word), strict=False))
-        return None, right / 3, True, False, {"score": right / 3}
+        answer = action.text.strip()
+        right = sum(said == letter for said, letter in zip(answer, reversed(self.word), strict=False))
+        score = right / max(len(answer), 3)  # what follows a right beginning costs some of it
+        return None, score, True, False, {"score": score}

@@ -75,9 +75,11 @@ class KTO(Learner):
         moved = unit_sums(outputs.logprobs, batch) - unit_sums(batch.arrays["reference"], batch)
         good, baseline = unit_constants("good", batch), unit_constants("baseline", batch)
         losses = kto_loss(moved, baseline, good > 0, self.config)
+        right = (moved.detach() > baseline) == (good > 0)
         rewards, n, n_good = self.config.beta * moved.detach(), float(len(losses)), float(good.sum())
         metrics = {
             "loss": (float(losses.detach().sum()), n),
+            "preference/accuracy": (float(right.sum()), n),
             "reward/good": (float((rewards * good).sum()), n_good),
             "reward/bad": (float((rewards * (1 - good)).sum()), n - n_good),
             "policy/kl": (float(baseline.sum()), n),
@@ -86,7 +88,8 @@ class KTO(Learner):
 
     def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/accuracy`: the share of answers whose likelihood has moved the right way from the reference, by more or
-        by less than the point of reference; `eval/loss`."""
+        by less than the point of reference; `eval/loss`; and, where there are both, `eval/margin`: by how much more the
+        good ones have moved than the bad ones, in nats times `beta`."""
         import numpy as np
         import torch
 
@@ -102,7 +105,11 @@ class KTO(Learner):
         good, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
         losses = kto_loss(of_episodes, baseline, good > 0, self.config)
         right = (of_episodes > baseline) == (good > 0)
-        return {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
+        found = {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
+        if good.any() and not good.all():
+            margin = of_episodes[good > 0].mean() - of_episodes[good == 0].mean()
+            found["eval/margin"] = self.config.beta * float(margin)
+        return found
 
 
 def total(row: TrainSample, values: FloatArray) -> float:

@@ -192,14 +192,21 @@ class CriticFreeLearner(PolicyGradient):
         rewards = [member.reward for member in group]
         if self.config.credit == "turn":
             to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
-            by_turn = turn_advantages(to_go, rewards, self.advantages)
+            by_turn = turn_advantages(to_go, rewards, self._checked_advantages)
             earned = [spread(own, member.turn_ends, gamma) for own, member in zip(by_turn, group, strict=True)]
         else:
-            of_episodes = self.advantages(rewards, rewards)
+            of_episodes = self._checked_advantages(rewards, rewards)
             earned = [spread([own], [len(member)], gamma) for own, member in zip(of_episodes, group, strict=True)]
         if not self.kl_in_reward:
             return earned
         return [own + discounted_returns(self.kl_rewards(m), gamma) for own, m in zip(earned, group, strict=True)]
+
+    def _checked_advantages(self, values: Sequence[float], rewards: Sequence[float]) -> Sequence[float]:
+        found = self.advantages(values, rewards)
+        if found is None or len(found) != len(values):
+            returned = f"{found!r:.60} for {len(values)} members of a group: one number for each"
+            raise self.wrong_return(self.advantages, returned)
+        return found
 
 
 def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:

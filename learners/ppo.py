@@ -98,13 +98,15 @@ class PPO(PolicyGradient):
 
 def explained_variance(rows: Sequence[TrainSample]) -> float | None:
     """1 - Var(R - V) / Var(R) over the tokens that count, with returns R and the critic's values V before the update:
-    1 for a perfect critic, 0 for a constant one. None where the returns do not vary."""
+    1 for a perfect critic, 0 for a constant one. None where the returns' standard deviation is less than a thousandth
+    of the returns: a critic's error of their size alone would be -10^6. None too where it is what float32 leaves of
+    adding values and taking them away again."""
     import numpy as np
 
     returns, values = (
         np.concatenate([np.zeros(0), *(row.arrays[name][row.loss_weights > 0] for row in rows if name in row.arrays)])
         for name in ("returns", "values")
     )
-    if not len(returns) or returns.min() == returns.max():
+    if not len(returns) or returns.std() <= max(1e-3 * abs(returns).max(), 1e-6 * abs(values).max()):
         return None
     return float(1 - (returns - values).var() / returns.var())

@@ -61,13 +61,14 @@ class RewardModel(PairLearner):
             "loss": (float(losses.detach().sum()), n),
             "preference/accuracy": (float((chosen > rejected).sum()), n),
             "preference/margin": (float((chosen - rejected).detach().sum()), n),
-            "reward/mean": (float(rewards.sum()), 2 * n),
-            "reward/mean_square": (float(rewards.square().sum()), 2 * n),
+            "preference/reward_mean": (float(rewards.sum()), 2 * n),
+            "preference/reward_mean_square": (float(rewards.square().sum()), 2 * n),
         }
         return losses.sum() / denominators[batch.objective], metrics
 
     def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """`eval/loss`, `eval/accuracy` (share of pairs ranked right) and the rewards' mean and standard deviation."""
+        """`eval/loss`, `eval/accuracy` (share of pairs ranked right), `eval/margin` (the mean difference of their
+        rewards) and the rewards' mean and standard deviation."""
         import numpy as np
         import torch
 
@@ -80,14 +81,15 @@ class RewardModel(PairLearner):
         return {
             "eval/loss": float(ranking_loss(torch.from_numpy(chosen - rejected), torch.from_numpy(margin)).mean()),
             "eval/accuracy": float((chosen > rejected).mean()),
+            "eval/margin": float((chosen - rejected).mean()),
             "eval/reward_mean": float(rewards.mean()),
             "eval/reward_std": float(rewards.std()),
         }
 
     def observe(self, record: Mapping[str, Any]) -> None:
         if not self._is_held_out:
-            mean = record["reward/mean"]
-            variance = max(0.0, record["reward/mean_square"] - mean * mean)
+            mean = record["preference/reward_mean"]
+            variance = max(0.0, record["preference/reward_mean_square"] - mean * mean)
             self._statistics = {"mean": mean, "std": variance**0.5}
 
     def description(self) -> Mapping[str, Any]:

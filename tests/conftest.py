@@ -193,6 +193,15 @@ def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def benchmark_data() -> Path:
+    """The folder of real benchmark data, of which the repository holds none."""
+    folder = os.environ.get("ENVGYM_BENCHMARK_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("ENVGYM_BENCHMARK_DATA names no folder")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
 def recording():
     """`recording(engine)`: an engine that remembers each request's tokens and its answer in `answers`."""
     return _Recording

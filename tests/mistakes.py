@@ -1,10 +1,11 @@
 """Deliberate mistakes: does the fast tier notice when a line of the product is wrong?
 
-    .venv/bin/python tests/mistakes.py draw [--seed 0] [--count 30]
-    .venv/bin/python tests/mistakes.py run [--seed 0] [--count 30] [--only 3,7]
+    .venv/bin/python tests/mistakes.py draw [--seed 0] [--count 40]
+    .venv/bin/python tests/mistakes.py run [--seed 0] [--count 40] [--only 3,7]
 
-Every place outside `learners/` that one of the operators below can change is a candidate, so that a file is drawn as
-often as it is long. Each drawn mistake is made in a copy of the checkout, and the tests run until one fails: first
+Every place of the product that one of the operators below can change is a candidate, so that a file is drawn as often
+as it is long: in Python, in the page's scripts, and in the YAML tables (recipes, suites, alarms, flags of OpenRLHF).
+Each drawn mistake is made in a copy of the checkout, and the tests run until one fails: first
 those of the folder that mirrors the file's, then those that name the file's folder, then all of the fast tier. What
 survives is printed as a diff. A mistake that changes nothing a user could see (an equivalent) is argued by hand, and
 another is drawn in its place by a higher `--count`.
@@ -15,24 +16,44 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("envgym", "envs", "agents")
+FOLDERS = ("envgym", "envs", "agents", "learners")
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 """The operators: each is replaced by its neighbour."""
+Pattern = tuple[str, str, Callable[[re.Match[str]], str]]
+IN_SCRIPTS: tuple[Pattern, ...] = (
+    ("border", r"(?<= )[<>]=?(?= )", lambda match: match[0][0] if "=" in match[0] else f"{match[0]}="),
+    ("equality", r"[!=]==", lambda match: ("!" if match[0][0] == "=" else "=") + "=="),
+    ("and, or", r"&&|\|\|", lambda match: "||" if match[0] == "&&" else "&&"),
+    ("sum", r"(?<= )[-+*/](?= )", lambda match: "-" if match[0] == "+" else "+"),
+    ("condition left out", r"\bif \(", lambda match: "if (false && "),
+    ("switch", r"\b(true|false)\b", lambda match: "false" if match[0] == "true" else "true"),
+    ("number", r"(?<![\w.#$-])\d+(?![\w.%])", lambda match: str(int(match[0]) + 1)),
+    ("returns nothing", r"\breturn (?=\S)", lambda match: "return void "),
+)
+IN_TABLES: tuple[Pattern, ...] = (
+    ("number", r"(?<=[:,] )-?\d+(\.\d+)?(e[-+]?\d+)?(?=[],}]|$)", lambda match: repr(json.loads(match[0]) * 2 + 1)),
+    ("switch", r"(?<=: )(true|false)(?=[],}]|$)", lambda match: "false" if match[0] == "true" else "true"),
+    ("line left out", r"^ +[\w.+]+: [^|>&{\[].*$", lambda match: ""),
+)
+TEXTUAL = {".js": IN_SCRIPTS, ".yaml": IN_TABLES}
+"""What is changed in files that are no Python, outside comments: its name, what it matches, what takes its place."""
 SECONDS = 1800  # of one selection of tests
 
 
@@ -115,17 +136,43 @@ class Mutator(ast.NodeTransformer):
         return ast.Return(None) if not is_none and self._is_chosen(node, "returns None") else node
 
 
+def matches(path: Path, text: str) -> Iterator[tuple[int, str, int, int, str]]:
+    """Where the operators for a file that is no Python match: line, kind, start, end, what takes its place."""
+    start = 0
+    for line, content in enumerate(text.splitlines(keepends=True), 1):
+        if not content.strip().startswith(("#", "//", "*", "/*")):
+            for kind, pattern, replace in TEXTUAL[path.suffix]:
+                for match in re.finditer(pattern, content.rstrip("\n")):
+                    yield line, kind, start + match.start(), start + match.end(), replace(match)
+        start += len(content)
+
+
+def changed(mistake: Mistake, text: str) -> tuple[str, str]:
+    """A file's text before and after, as they are to be compared."""
+    if mistake.path.suffix == ".py":
+        tree = Mutator(mistake.number).visit(ast.parse(text))
+        return ast.unparse(ast.parse(text)), ast.unparse(ast.fix_missing_locations(tree))
+    _, _, start, end, instead = list(matches(mistake.path, text))[mistake.number]
+    return text, text[:start] + instead + text[end:]
+
+
 def candidates() -> Iterator[Mistake]:
     """Every place where a mistake can be made, file by file."""
     words = ["git", "ls-files", *FOLDERS]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in sorted(listed):
         path = ROOT / name
-        if path.suffix == ".py" and not path.is_symlink() and "templates" not in path.parts:
+        if path.is_symlink() or not path.is_file() or "templates" in path.parts:
+            continue
+        places: list[tuple[int, str]] = []
+        if path.suffix == ".py":
             mutator = Mutator()
             mutator.visit(ast.parse(path.read_text()))
-            for number, (line, kind) in enumerate(mutator.found):
-                yield Mistake(Path(name), line, kind, number)
+            places = mutator.found
+        elif path.suffix in TEXTUAL:
+            places = [(line, kind) for line, kind, *_ in matches(path, path.read_text())]
+        for number, (line, kind) in enumerate(places):
+            yield Mistake(Path(name), line, kind, number)
 
 
 def drawn(seed: int, count: int) -> list[Mistake]:
@@ -152,10 +199,9 @@ def is_caught(mistake: Mistake, copy: Path) -> str | None:
     """The first test that fails, or None. The copy is as it was afterwards."""
     path = copy / mistake.path
     before = path.read_text()
-    tree = Mutator(mistake.number).visit(ast.parse(before))
-    after = ast.unparse(ast.fix_missing_locations(tree))
-    plain = ast.unparse(ast.parse(before)).splitlines()
-    diff = difflib.unified_diff(plain, after.splitlines(), str(mistake.path), str(mistake.path), n=2, lineterm="")
+    plain, after = changed(mistake, before)
+    names = [str(mistake.path)] * 2
+    diff = difflib.unified_diff(plain.splitlines(), after.splitlines(), *names, n=2, lineterm="")
     path.write_text(after)
     try:
         for selection in selections(mistake):
@@ -178,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=("draw", "run"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--only", help="numbers of drawn mistakes, with commas")
     options = parser.parse_args()
     mistakes = list(enumerate(drawn(options.seed, options.count)))

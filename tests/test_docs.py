@@ -189,3 +189,24 @@ def test_the_files_that_the_page_on_architecture_names_are_there():
     names = set(re.findall(r"`([\w./]+(?:\.py|\.yaml|/))`", PAGES["architecture.md"]))
     assert len(names) > 25
     assert [name for name in names if not any((root / name).exists() for root in (ROOT, ROOT / "envgym"))] == []
+
+
+def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path):
+    """By what `make` would run. The other Python stands in for one that this machine may lack."""
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\necho 3.9.18\n")
+    old.chmod(0o755)
+    plan = {
+        python: subprocess.run(
+            ["make", "--no-print-directory", "-n", "-B", ".venv/installed", f"PYTHON={python}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        for python in (str(old), sys.executable, str(tmp_path / "none"))
+    }
+    refused, taken, missing = plan.values()
+    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+    assert f"envgym needs Python 3.11 or newer, {old} is 3.9.18: name another one" in refused.stderr
+    assert "none is not there: name another one" in missing.stderr
+    assert taken.stdout.startswith(f"{sys.executable} -m venv .venv\n")

@@ -321,6 +321,37 @@ def test_docstrings_begin_with_a_noun_or_an_imperative_and_names_are_no_riddles(
     assert {path: places for path, places in found.items() if places} == {}
 
 
+# -- encodings --------------------------------------------------------------------------------------------
+
+
+def in_the_locale(source):
+    """The lines of a source that read or write text in the encoding of the user's locale."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        function, given = ast.unparse(node.func), [*map(ast.unparse, node.args), words.get("mode", "")]
+        modes = [text for text in given if re.fullmatch(r"'[rwaxbt+]+'", text)]
+        opens = function == "open" or (modes and function.endswith((".open", ".fdopen")))
+        if "encoding" not in words and (
+            function.endswith((".read_text", ".write_text"))
+            or (function.startswith("subprocess.") and words.keys() & {"text", "universal_newlines"})
+            or (opens and not any("b" in mode for mode in modes))
+        ):
+            yield node.lineno
+
+
+def test_text_is_read_and_written_as_utf_8_whatever_the_locale():
+    wrong = 'p.read_text()\np.write_text(x)\nopen(p)\np.open("a")\nos.fdopen(f, mode="w")\nsubprocess.run(c, text=True)'
+    right = 'p.read_text(encoding="utf-8")\nopen(p, "rb")\np.open(mode="ab")\nos.open(p, os.O_RDONLY)\njournal.open()'
+    assert list(in_the_locale(wrong)) == [1, 2, 3, 4, 5, 6]
+    assert list(in_the_locale(right)) == []
+    found = {
+        str(path): list(in_the_locale(path.read_text())) for folder in ("envgym", *LINKED) for path in sources(folder)
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
 # -- the tiers of the tests -------------------------------------------------------------------------------
 
 

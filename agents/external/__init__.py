@@ -78,8 +78,7 @@ class External(Agent):
         conversation = Conversation(self.renderer, engine, observation.sampling, self.config.max_tokens)
         async with self._endpoint.session(conversation) as access:
             text = (await self._answer(observation, task, access)).rstrip("\n")
-        if not conversation.turns:
-            raise InvalidOutcome("agent", f"{self._command[0]} made no call to the policy")
+        conversation.check_turns(self._command[0])
         token_ids = conversation.token_ids_of(text)
         stop_reason = conversation.turns[-1].stop_reason if token_ids else StopReason.STOP
         last, reward, terminated, truncated, info = await env.step(Action(text, token_ids, (), stop_reason))

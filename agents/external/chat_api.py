@@ -24,7 +24,7 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stop": (None, [], ""),
     "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
+    "tool_choice": (None, "auto", "none", "required"),  # of the last it is counted where the policy calls none
     "n": (None, 1),
     "logit_bias": (None, {}),
 }

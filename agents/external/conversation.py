@@ -11,8 +11,9 @@ from typing import Any
 from envgym.agent import Sampler
 from envgym.agents.token_level import extend
 from envgym.engines.base import Generation
-from envgym.errors import TurnRefused
+from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
+from envgym.render.spelling import after_prompt
 from envgym.rollout.transcript import OutOfBudget, Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
 
@@ -48,7 +49,8 @@ class Conversation:
 
     `limit` is why the policy may say no more (`context`, `tokens`, `template`), once that has happened; `error` why a
     request could not be answered (the engine broke, say), unless a later one was: whatever the program made of that
-    says nothing about the policy.
+    says nothing about the policy. `refusal` is why the last request that was refused was. `missing_calls` counts the
+    turns without a tool call for which the program required one; None where it never did.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Conversation:
     ) -> None:
         self.limit: Limit | None = None
         self.error: Exception | None = None
+        self.refusal = ""
+        self.missing_calls: int | None = None
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self._renderer = renderer
@@ -93,7 +97,7 @@ class Conversation:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
             branch = Branch(self._renderer, Transcript(self._engine), tools)
-            branch.transcript.begin(branch.dialogue.begin(Observation(tuple(messages), tools=tools)))
+            branch.transcript.begin(branch.dialogue.begin(Observation(after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
             extend(
@@ -145,6 +149,13 @@ class Conversation:
             self._freed.set()
         return generation
 
+    def check_turns(self, program: str) -> None:
+        """Raise `InvalidOutcome` where `program` has had no turn of the policy's."""
+        if not self.turns and self.refusal:
+            raise InvalidOutcome("agent", f"every call of {program} was refused, the last one so: {self.refusal}")
+        if not self.turns:
+            raise InvalidOutcome("agent", f"{program} made no call to the policy")
+
     def token_ids_of(self, text: str) -> tuple[int, ...]:
         """The token ids of the program's answer, where it is the policy's last turn unchanged; else none."""
         assert self._last is not None, "the policy has said nothing"
@@ -168,6 +179,8 @@ class Conversation:
         whole.rows, whole.messages = self.rows, messages
         whole.add_reward(reward, info)
         whole.metrics["calls"] = float(len(self.turns))
+        if self.missing_calls is not None:
+            whole.metrics["missing_tool_calls"] = float(self.missing_calls)
         return whole.episode(task, outcome if self.limit is None else Outcome.truncated(self.limit))
 
 

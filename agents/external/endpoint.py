@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import secrets
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from envgym.errors import EnvgymError, InvalidOutcome
 from envgym.rollout.transcript import OutOfBudget
@@ -98,7 +100,7 @@ class Endpoint:
             self._users += 1
 
     async def _start(self) -> web.AppRunner:
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
             app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, chat_api.Request))
@@ -123,6 +125,19 @@ class Endpoint:
 
     # -- routes -------------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _remember_refusal(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as refused:
+            name = request.match_info.get("session", request.path.split("/")[1])
+            if (session := self._sessions.get(name)) is not None:
+                text = refused.text or ""
+                with contextlib.suppress(ValueError):
+                    text = json.loads(text)["error"]["message"]
+                session.conversation.refusal = f"{text} (/v1/{request.path.rpartition('/v1/')[2]:.60})"
+            raise
+
     async def _models(self, request: web.Request) -> web.Response:
         await self._of_url(request)
         return web.json_response(
@@ -135,7 +150,11 @@ class Endpoint:
         session, body = await self._authenticated(request)
         asked = api.parse(body)
         try:
-            answer = asked.answer(*await _sample(session, asked))
+            message, generation, context = await _sample(session, asked)
+            if asked.body.get("tool_choice") == "required":
+                missing = session.conversation.missing_calls or 0
+                session.conversation.missing_calls = missing + (not message.tool_calls)
+            answer = asked.answer(message, generation, context)
         except OutOfBudget as limit:
             answer = asked.out_of_budget(limit.reason)
         except EnvgymError as error:
@@ -159,7 +178,9 @@ class Endpoint:
         if not isinstance(ticket, str):
             raise refusal(401, f"whose request is it? Its metadata has no {TICKET!r}", "invalid_api_key")
         name, _, key = ticket.partition(".")
-        return self._session(name, key), body
+        session = self._session(name, key)
+        request.match_info["session"] = name  # as where the URL says it
+        return session, body
 
     async def _of_url(self, request: web.Request) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -69,6 +69,7 @@ def _ancestry(process: int) -> Iterator[int]:
     while process > 1:
         yield process
         try:
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            stat = Path(f"/proc/{process}/stat").read_bytes()  # the name in it may be any bytes
+            process = int(stat.rpartition(b")")[2].split()[1])
         except (OSError, IndexError):
             return

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),
     "conversation": (None,),
     "prompt": (None,),
-    "tool_choice": (None, "auto", "none"),
+    "tool_choice": (None, "auto", "none", "required"),  # of the last it is counted where the policy calls none
 }
 """Settings that would change what the policy says or how it is asked, and the values of each that do not."""
 ECHOED = (

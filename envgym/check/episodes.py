@@ -56,6 +56,8 @@ def can_be_played(subject: Subject) -> Finding:
             return not_applicable(found)
         if isinstance(first.error, CallTimeout):
             return failed(found, "a call must return within env.call_timeout; give what it waits for a deadline")
+        if first.failed_in == "reset":
+            return failed(found, "every task must be posed: reset may not raise, whatever the task and the seed")
         return failed(found, "whatever the policy says is a turn to be answered: no text may raise")
     turns = sum(len(episode.turns) for episode in played)
     endless = [episode for episode in played if not episode.ended and len(episode.turns) == MAX_TURNS]

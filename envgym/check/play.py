@@ -15,6 +15,7 @@ from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.isolation import cancellation
 from envgym.isolation.deadline import Deadline
+from envgym.loading import users_line
 from envgym.rollout.runner import apply_judgement, as_judgement
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Observation, Outcome, Task, float_array, int_array
@@ -83,7 +84,8 @@ class Played:
             return ""
         if isinstance(self.error, InvalidStep | CallTimeout | InvalidOutcome):
             return f"{self.error}"
-        return f"{self.failed_in} raised {type(self.error).__name__}: {' '.join(str(self.error).split())[:200]}"
+        where = f" ({own})" if (own := users_line(self.error)) else ""
+        return f"{self.failed_in} raised {type(self.error).__name__}: {' '.join(str(self.error).split())[:200]}{where}"
 
     def record(self) -> list[dict[str, Any]]:
         """All that the environment returned, as plain data: an entry for the reset and one for each turn."""

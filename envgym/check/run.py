@@ -7,15 +7,13 @@ import contextlib
 import faulthandler
 import re
 import shutil
-import sysconfig
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
-from envgym.loading import absolute_target, names_file
+from envgym.loading import absolute_target, is_users, names_file
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
 from envgym.services import Services, start_services
@@ -72,6 +70,8 @@ async def check_environment(
                 report.findings.append(finding)
                 if on_finding is not None:
                     on_finding(finding)
+            if checks == episodes.CHECKS and not examination.can_play:
+                break  # all other checks need episodes
     except EnvgymError as error:
         if logs in str(error):
             logs = ""  # it names one of them, so they are kept
@@ -146,7 +146,8 @@ class _Examination:
         self._runtime = runtime
         self._arguments = arguments
         self._temporary = temporary
-        self._can_play = False
+        self.can_play = False
+        """True once the checks of single episodes found some that the others can look at."""
         self._worker: LocalWorker | None = None
         self._workers: list[LocalWorker] = []
 
@@ -156,6 +157,8 @@ class _Examination:
         found = [not_applicable(why) for _ in checks] if why else await self._run(checks)
         for finding, check in zip(found, checks, strict=True):
             finding.check = check
+        if checks == episodes.CHECKS and not self.can_play:  # the first says why the others have nothing to look at
+            return [found[0], *(finding for finding in found[1:] if finding.verdict is not Verdict.NOT_APPLICABLE)]
         return found
 
     async def close(self) -> None:
@@ -169,10 +172,6 @@ class _Examination:
         verdict = self._report.verdict
         if checks in (tasks.CHECKS, episodes.CHECKS):
             return ""
-        if verdict("episodes") is Verdict.NOT_APPLICABLE:
-            return "no episode could be judged (episodes)"
-        if not self._can_play:
-            return "no episode could be played (episodes)"
         if checks in (OTHER_PROCESS, repeatability.ISOLATION):
             if verdict("seed") is Verdict.FAILED:
                 return "episodes differ anyway (seed)"
@@ -186,7 +185,8 @@ class _Examination:
                 return [await self._compare_processes()]
             found: list[Finding] = await self._call("check", checks, self._report.verdicts())
             if checks == episodes.CHECKS:
-                self._can_play = await self._call("can_go_on")
+                is_judged = found[0].verdict is not Verdict.NOT_APPLICABLE
+                self.can_play = is_judged and await self._call("can_go_on")
             return found
         except WorkerDied:
             finding = failed(*self._how_it_died())
@@ -232,7 +232,7 @@ class _Examination:
 
     def _how_it_died(self) -> tuple[str, str]:
         """The last act of a process that ended by itself, from its log, and what to do about it."""
-        text = "" if self._worker is None else self._worker.log.read_text(errors="replace")[-20_000:]
+        text = "" if self._worker is None else self._worker.log.read_text(encoding="utf-8", errors="replace")[-20_000:]
         if "Timeout (" in text:
             where = _frame(text.rpartition("Timeout (")[2])
             return f"the event loop was held for good{where}", "no call may block for ever: give it a deadline"
@@ -242,8 +242,7 @@ class _Examination:
 
 def _frame(stack: str) -> str:
     """The innermost function of the user's in a stack written by `faulthandler`, as part of a sentence."""
-    ours = (str(Path(__file__).parents[1]) + "/", sysconfig.get_paths()["stdlib"] + "/")
     stack = stack.rpartition("(most recent call first)")[2]  # the main thread's comes last
     frames = re.findall(r'File "(.+)", line (\d+) in (\w+)', stack)
-    theirs = [f for f in frames if not f[0].startswith(ours) and not f[0].startswith("<")] or frames
+    theirs = [frame for frame in frames if is_users(frame[0])] or frames
     return f" in {theirs[0][2]} ({theirs[0][0]}, line {theirs[0][1]})" if theirs else ""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from envgym.errors import EnvgymError
-from envgym.types import Episode
+from envgym.types import Episode, Status, Task
 
-from .play import Script, judged
+from .play import Played, Script, judged
 from .report import Finding, Verdict, failed, not_applicable, ok, warning
-from .scripts import demonstrated, empty, injection, parrot, random_text, random_tokens
+from .scripts import demonstrated, empty, injection, monkey, parrot, random_text, random_tokens, with_noise
 from .subject import Subject
 
 TASKS = 24
@@ -27,7 +28,9 @@ MARGIN = 0.25
 """The surplus that talk to the grader must earn over noise of the same length to count as having persuaded it."""
 TRIVIAL = ("an empty answer", "random words", "random tokens", "the prompt repeated")
 INJECTION = "talk to the grader"
-CHECKS = ("reward range", "trivial answers", "injection", "demonstrations")
+GUESSES = 4
+"""Ways of guessing that are tried beside the demonstrations for an answer that earns."""
+CHECKS = ("reward range", "trivial answers", "injection", "rambling", "demonstrations")
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class Earned:
 async def check(subject: Subject) -> list[Finding]:
     earned = await _play(subject)
     if not [episode for episode in earned.all if episode.reward is not None or episode.score is not None]:
-        return [not_applicable(earned.failure or "no rewards are given") for _ in CHECKS]
+        return [_unrewarded(subject, earned), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
     noise = earned.means()
     talk = noise.pop(INJECTION, None)
     trivial = _trivial(noise, earned.by_score)
@@ -72,6 +75,7 @@ async def check(subject: Subject) -> list[Finding]:
         _reward_range(subject, earned),
         trivial,
         _injection(talk, noise, earned.by_score),
+        await _rambling(subject),
         _demonstrations(subject, earned, noise, trivial.verdict is Verdict.FAILED),
     ]
 
@@ -86,21 +90,77 @@ async def _play(subject: Subject) -> Earned:
         played = await asyncio.gather(*(subject.play(task, number, script, name) for name, script in ways.items()))
         if problems := [episode.problem() for episode in played if episode.error is not None]:
             earned.failure = problems[0]
-        finished = [episode.episode() for episode in played if episode.error is None]
         try:
-            episodes = await judged(subject.spec, task, finished) if finished else []
+            episodes = await _judged(subject, task, played)
         except EnvgymError as error:
             earned.failure = str(error)
             continue
-        for episode in episodes:
-            way = episode.id.rpartition(":")[2]
+        for way, episode in episodes.items():
             group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
             group.append(episode)
     return earned
 
 
+async def _judged(subject: Subject, task: Task, played: Sequence[Played]) -> dict[str, Episode]:
+    """The episodes that were played to an end and judged, by the names of their scripts."""
+    finished = [episode.episode() for episode in played if episode.error is None]
+    episodes = await judged(subject.spec, task, finished) if finished else []
+    return {episode.id.rpartition(":")[2]: episode for episode in episodes}
+
+
+async def _rambling(subject: Subject) -> Finding:
+    """A warning where noise after an answer that earns costs nothing, though it does before it: the grader then reads
+    the beginning alone, and a policy learns to ramble until it is cut."""
+    rows: list[tuple[float, float, float, float]] = []
+    async for number, task in subject.numbered_tasks(TASKS, SECONDS, FEWEST):
+        noise = random_text(number)
+        scripts = {f"demonstration {n}": demonstrated(turns) for n, turns in enumerate(subject.demonstrations(task))}
+        scripts |= {f"guess {n}": monkey(n) for n in range(GUESSES)}
+        with contextlib.suppress(EnvgymError):
+            worths, played = await _worths(subject, task, number, {"noise": noise} | scripts)
+            best = max(worths, key=lambda way: worths[way])
+            if "noise" not in worths or worths[best] <= worths["noise"]:
+                continue
+            actions = [turn.action for turn in played[best].turns]
+            places = {name: with_noise(actions, noise, before=name == "before") for name in ("after", "before")}
+            noisy, _ = await _worths(subject, task, number, places)
+            if len(noisy) == len(places):
+                rows.append((worths["noise"], worths[best], noisy["after"], noisy["before"]))
+    if not rows:
+        return not_applicable("nothing that was tried earned more than noise")
+    noise_alone, answer, after, before = (statistics.fmean(column) for column in zip(*rows, strict=True))
+    found = f"answers to {len(rows)} tasks earn {answer:.3g}, with noise after them {after:.3g}, before {before:.3g}"
+    if all(row[2] >= row[1] for row in rows) and before < (noise_alone + answer) / 2:
+        advice = "a policy will learn to ramble into its token limit: let all of the answer count, or what follows cost"
+        return warning(found, advice)
+    return ok(found)
+
+
+async def _worths(
+    subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
+) -> tuple[dict[str, float], dict[str, Played]]:
+    """The reward, or else the score, of each script's episode that has one, and the episodes."""
+    played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
+    worths = {
+        way: worth
+        for way, episode in (await _judged(subject, task, played)).items()
+        if (worth := episode.score if episode.reward is None else episode.reward) is not None
+    }
+    return worths, dict(zip(scripts, played, strict=True))
+
+
 def _listed(means: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+
+
+def _unrewarded(subject: Subject, earned: Earned) -> Finding:
+    """The finding where no episode has a reward or a score."""
+    if earned.failure or not any(part.gives_rewards for part in subject.spec.parts()):
+        return not_applicable(earned.failure or "no rewards are given")
+    found = f"no reward in any of {len(earned.all)} episodes"
+    if any(episode.outcome.status is Status.COMPLETED for episode in earned.all):
+        return failed(found, "nothing can be learned without: return a number as the reward, 0.0 for a wrong answer")
+    return warning(f"{found}, of which none came to an end", "see that the last step gives one: envgym envs try")
 
 
 def _reward_range(subject: Subject, earned: Earned) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from envgym.types import Action, Message, Observation, ToolCall, ToolSpec
@@ -73,6 +74,20 @@ def monkey(seed: object) -> Script:
 def demonstrated(turns: Sequence[str | Message]) -> Script:
     """The turns of a demonstration."""
     return lambda turn, observation: action_of(turns[turn]) if turn < len(turns) else None
+
+
+def with_noise(actions: Sequence[Action], noise: Script, *, before: bool) -> Script:
+    """The same actions with the lines of `noise` before or after the text of each."""
+
+    def script(turn: int, observation: Observation) -> Action | None:
+        added = noise(turn, observation)
+        if turn >= len(actions) or added is None:
+            return None
+        action = actions[turn]
+        text = f"{added.text}\n{action.text}" if before else f"{action.text}\n{added.text}"
+        return replace(action, text=text, token_ids=tuple(text.encode()))
+
+    return script
 
 
 def once(action: Action) -> Script:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import sys
 from collections.abc import Sequence
 
 from envgym.errors import ConfigError, did_you_mean
 
-from .errors import Invocation, notes_in_one_line, report
+from .errors import Invocation, LogLine, notes_in_one_line, report
 
 COMMANDS = {
     "train": "train a policy on an environment",
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogLine())
     invocation = Invocation(arguments[:1], debug="debug=true" in arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import re
 import select
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write, missing_package
+from envgym.errors import DroppedSettings, EnvgymError, RunError, cannot_write, missing_package, printable
+from envgym.loading import users_line
 
 
 @dataclass
@@ -29,6 +31,13 @@ class Invocation:
     """Show tracebacks."""
     folder: Path | None = None
     """The run's folder, once there is one."""
+
+
+class LogLine(logging.Formatter):
+    """Lines of a log in which nothing commands a terminal: environments, servers and models have a say in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 @contextlib.contextmanager
@@ -69,6 +78,9 @@ def report(error: BaseException, invocation: Invocation) -> int:
         _print(f"error: {line}")
         return 2
     where = "above" if invocation.debug else f"in {_write_traceback(error, invocation.folder)}"
+    if own := users_line(error):
+        _print(f"error: {own}: {type(error).__name__}: {line} (the traceback is {where})")
+        return 2
     _print(f"error: unexpected {type(error).__name__}: {line} (a mistake in envgym; the traceback is {where})")
     return 1
 
@@ -105,7 +117,7 @@ def _reader_is_gone() -> bool:
 
 def _print(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it; the exit status still tells
-        print(f"envgym: {line}", file=sys.stderr, flush=True)
+        print(f"envgym: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _write_traceback(error: BaseException, folder: Path | None) -> Path:

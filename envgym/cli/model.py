@@ -26,13 +26,15 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "adapter into its base, or export a model: see envgym model merge --help and envgym model export --help.",
         "envgym model starter",
     )
-    parser.add_argument("name", metavar="NAME", help="recipe that makes a model, such as starter")
+    parser.add_argument(
+        "name", metavar="NAME", help="recipe that makes a model: starter, or a YAML file with new_model"
+    )
     options = parser.parse_without_words(arguments, "a model is made as its recipe says")
 
     from envgym.config.recipes import makes_model, recipe_names
 
-    makers = [name for name in recipe_names() if makes_model(name)]
-    if options.name not in makers:
+    if not makes_model(options.name):
+        makers = [name for name in recipe_names() if makes_model(name)]
         near = did_you_mean(options.name, [*makers, MERGE, EXPORT]) or f" There is {', '.join(makers)}."
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 

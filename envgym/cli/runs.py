@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from envgym.disk import holder
+from envgym.errors import printable
 
 from .errors import Invocation
 from .parser import Parser
+
+if TYPE_CHECKING:
+    from envgym.view.sources import Source
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -33,40 +36,36 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _row(run: Path) -> tuple[str, ...]:
+    from envgym.view.sources import Source
+
+    try:
+        cells = _cells(run, lambda folder: Source(folder.name, "run", folder, (run.resolve(),)))
+    except Exception as error:  # a stranger's run may hold anything, and takes no other from the list
+        cells = f"unreadable ({type(error).__name__}; see: envgym view)", "", "", ""
+    return tuple(printable(cell) for cell in (run.name, *cells))
+
+
+def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
     """A run of several stages has a summary once the last has ended; until then the one it came to tells."""
     files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
-    last = max(files, key=lambda path: path.stat().st_mtime, default=run / "metrics.jsonl")
+    last = max(files, key=lambda path: path.lstat().st_mtime, default=run / "metrics.jsonl").parent
     if (where := holder(run)) is not None:
-        return run.name, f"runs on {where}", _steps_so_far(last), "", ""
-    summary = _read_summary(run / "summary.json")
-    if summary is None:
-        summary = _read_summary(last.parent / "summary.json")
-        if summary is None or summary.get("status") == "completed":
-            return run.name, "unfinished", _steps_so_far(last), "", ""
+        return f"runs on {where}", _steps_so_far(source(last)), "", ""
+    summary = source(run).summary()
+    if not summary:
+        summary = source(last).summary()
+        if summary.get("status", "completed") == "completed":
+            return "unfinished", _steps_so_far(source(last)), "", ""
     from envgym.monitoring.report import score
 
     scores = summary.get("eval") or {}
     return (
-        run.name,
         str(summary.get("status", "?")),
         str(summary.get("steps", "")),
         *(score(scores[when]) if scores.get(when) else "" for when in ("before", "after")),
     )
 
 
-def _read_summary(path: Path) -> dict[str, Any] | None:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or not one of ours
-        return None
-    return summary if isinstance(summary, dict) else None
-
-
-def _steps_so_far(metrics: Path) -> str:
+def _steps_so_far(stage: Source) -> str:
     """A run that was killed, or goes on, has no summary; its metrics still tell how far it came."""
-    for line in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []):
-        try:
-            return str(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # cut short by the kill
-    return "0"
+    return str(max((record["step"] for _, record in stage.records()), default=0))

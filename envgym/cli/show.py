@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envgym.errors import ConfigError, DataError, did_you_mean
+from envgym.errors import ConfigError, DataError, did_you_mean, printable
 
 from .errors import Invocation
 from .parser import Parser
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 COUNT = 4
 """Episodes that are shown unless told otherwise."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal would obey instead of showing them."""
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -68,7 +65,8 @@ def _number(option: str, given: str) -> int:
 def _find(given: str, step: int | None) -> tuple[Path, str]:
     """The file or folder that the episodes are in, and what it is, for people."""
     path = found(given)
-    stages = [path, *sorted(path.glob("[0-9]*-*/"), key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
+    numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
+    stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
     files = next((steps for stage in stages if (steps := _steps(stage))), {})
     if files:
         step = max(files) if step is None else step
@@ -84,7 +82,9 @@ def _find(given: str, step: int | None) -> tuple[Path, str]:
 
 def _steps(stage: Path) -> dict[int, Path]:
     """The files of a stage's rollouts, by step."""
-    return {int(path.stem.removeprefix("step_")): path for path in stage.glob("rollouts/step_*.parquet")}
+    from envgym.training.run_folder import files_by_step
+
+    return files_by_step(stage / "rollouts", ".parquet")
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -111,7 +111,7 @@ def _choose(path: Path, where: str, task: str | None, count: int | None) -> tupl
 
 def _some(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return f"Its tasks: {', '.join(map(_printable, keys[:8]))}{more}"
+    return f"Its tasks: {', '.join(map(printable, keys[:8]))}{more}"
 
 
 # -- how --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def _some(keys: Sequence[str]) -> str:
 
 def _show(console: Console, episode: Episode) -> None:
     def out(text: str, style: str | None = None) -> None:
-        console.out(_printable(text), style=style, highlight=False)
+        console.out(printable(text), style=style, highlight=False)
 
     out(f"--- task {episode.task.key}, episode {episode.id}", "dim")
     for message in episode.messages:
@@ -150,8 +150,3 @@ def _end(episode: Episode) -> str:
     tokens = sum(row.n_action_tokens for row in episode.rows)
     sampled = f", {tokens} tokens in {turns} turn{'' if turns == 1 else 's'}" if episode.rows else ""
     return "; ".join([*parts, f"{how}{sampled}"])
-
-
-def _printable(text: str) -> str:
-    """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
-    return CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)

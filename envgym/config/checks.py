@@ -33,7 +33,7 @@ def complete_stage(stage: StageConfig) -> None:
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
     if stage.rollout.max_staleness:
-        _check_staleness(stage, learner_config)
+        _check_staleness(stage, learner_class, learner_config)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
         raise ConfigError(f"checkpoint.best={stage.checkpoint.best} is measured by evaluations: set eval.every above 0")
     _check_pretraining(stage, learner_config)
@@ -42,11 +42,10 @@ def complete_stage(stage: StageConfig) -> None:
     stage.learner = Component(**learner_config.model_dump(mode="json"))
 
 
-def _check_staleness(stage: StageConfig, config: LearnerConfig) -> None:
+def _check_staleness(stage: StageConfig, learner_class: type[Learner], config: LearnerConfig) -> None:
     """Samples of older policies want weights, or a clipped ratio to the policy that sampled them; and an engine that
     samples while models learn cannot give them its memory."""
-    sets = stage.colocate if isinstance(stage.colocate, list) else []
-    if stage.colocate == "all" or any(len(one) > 1 and "engine" in one for one in sets):
+    if any(map(stage.takes_turns, learner_class(config).roles)):
         raise ConfigError(
             f"rollout.max_staleness={stage.rollout.max_staleness} samples while models learn, so the engine takes no "
             "turns with them: set rollout.max_staleness=0, or give the engine GPUs of its own (colocate)"
@@ -73,6 +72,11 @@ def _check_roles(
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
         workers.check(role, learner_config if role_spec.trained else None)
         lora.check(role, workers, samples=samples and role == "actor")
+        if role_spec.trained and workers.offload_parameters and samples and stage.takes_turns(role):
+            raise ConfigError(
+                f"workers.offload_parameters of the {role}, which takes turns with the engine: DeepSpeed cannot move "
+                "it. Leave it out, or give the engine GPUs of its own (colocate)"
+            )
         own = stage.roles.get(role, RoleConfig())
         if role_spec.needs_model and own.model is None and stage.do == "train":
             raise ConfigError(f"learner {stage.learner.name} needs a model for its {role}: set roles.{role}.model")

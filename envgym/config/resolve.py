@@ -22,9 +22,9 @@ from envgym.training.run_folder import run_of_checkpoint
 
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
-from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, load_recipe, makes_model, read_yaml
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, read_yaml
 from .schema import STAGE, RunConfig, StageConfig, stage_name
-from .words import AUTO, COMPONENTS, changes_name, lay, merge, name_alone
+from .words import AUTO, COMPONENTS, changes_name, lay, merge, merge_stage, name_alone
 
 
 def resolve(
@@ -37,10 +37,19 @@ def resolve(
     """
     own = dict(settings or {})
     from_file = read_yaml(Path(file)) if file is not None else {}
-    recipe = recipe or own.get("recipe") or from_file.get("recipe") or DEFAULT_RECIPE
+    given = own.get("recipe") or recipe
+    recipe = given or from_file.get("recipe") or DEFAULT_RECIPE
     layers, of_model = [from_file, own], None
-    if "stages" not in from_file:  # a saved config holds everything: neither recipe nor model may add to it
+    if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in own]:
+        raise ConfigError(f"{misplaced[0]} belongs in the file of a recipe, which makes the model of --model FILE.yaml")
+    if isinstance(from_file.get("stages"), list):  # a saved config holds everything: nothing may add to it
+        if given not in (None, from_file.get("recipe")):
+            raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {given}, or the file")
+    else:
         of_recipe = load_recipe(recipe)
+        _check_recipe(of_recipe, recipe)
+        if "new_model" in of_recipe:
+            of_recipe.setdefault("model", recipe)
         model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
         of_stages = {"stages": of_recipe.pop("stages", [])}
         engine = merge(from_file, own).get("engine")
@@ -54,12 +63,15 @@ def resolve(
     layered = [_Layered()]
     for layer in layers:
         run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
-        common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", "new_model", "model_settings"}}
+        common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", *OF_NEW_MODEL}}
+        may_be_saved = (layer is from_file or layer is own) and isinstance(layer.get("stages"), list)
         each = stages_of(layer.get("stages"), layered) or [{}] * len(layered)
         layered += [copy.deepcopy(layered[0]) for _ in range(len(each) - len(layered))]
         del layered[len(each) :]
         for stage_layers, of in zip(layered, each, strict=True):
-            stage_layers.lay(common, for_any_learner=layer is of_model)
+            stage_layers.lay(common, of_model=layer is of_model)
+            if may_be_saved and of.get("epochs") is not None:
+                of = {**of, "steps": None}  # which an earlier version wrote down beside it
             stage_layers.lay(of)
             stage_layers.own_model = of.get("model", stage_layers.own_model)
     stages = [stage_layers.settings for stage_layers in layered]
@@ -88,6 +100,14 @@ def resolve(
     return config
 
 
+def _check_recipe(of_recipe: Mapping[str, Any], recipe: str) -> None:
+    """Refuse keys of a recipe that nothing would use."""
+    if "recipe" in of_recipe and "stages" not in of_recipe:
+        raise ConfigError(f"recipe {recipe} names another recipe, below which its settings lie only as a --config file")
+    if "model_settings" in of_recipe and "new_model" not in of_recipe:
+        raise ConfigError(f"recipe {recipe}: model_settings are of the model that new_model makes, and it has none")
+
+
 @dataclass
 class _Layered:
     """The settings of one stage, laid layer on layer, and what of them is left out: settings of a component whose place
@@ -106,9 +126,12 @@ class _Layered:
         learner = name_alone(self.settings.get("learner", {})).get("name", "")
         return stage_name(self.settings.get("name"), str(learner))
 
-    def lay(self, over: Mapping[str, Any], *, for_any_learner: bool = False) -> None:
-        """Lay one more layer on. `for_any_learner`: its roles are for learners that have them."""
-        merged = merge(self.settings, over)
+    def lay(self, over: Mapping[str, Any], *, of_model: bool = False) -> None:
+        """Lay one more layer on. `of_model`: its roles are for learners that have them, and its steps for runs that
+        are counted in steps."""
+        if of_model and self.settings.get("epochs") is not None:
+            over = {key: value for key, value in over.items() if key != "steps"}
+        merged = merge_stage(self.settings, over)
         for kind in COMPONENTS:
             old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
             if changes_name(old, new):
@@ -120,7 +143,7 @@ class _Layered:
         given = over.get("roles", {})
         if isinstance(given, Mapping):
             self._roles = {role: whose for role, whose in self._roles.items() if role not in given}
-            self._roles |= dict.fromkeys(given) if for_any_learner else {}
+            self._roles |= dict.fromkeys(given) if of_model else {}
         self.settings = merged
 
     def drop_roles(self, known: Mapping[str, RoleSpec]) -> None:
@@ -151,6 +174,8 @@ def stages_of(value: Any, layered: Sequence[_Layered]) -> list[dict[str, Any]]:
         names = [stage_layers.name for stage_layers in layered]
         if unknown := [name for name in value if name not in names]:
             raise ConfigError(f"stages.{unknown[0]}: there is no such stage.{did_you_mean(str(unknown[0]), names)}")
+        if wrong := [name for name, own in value.items() if not isinstance(own, Mapping)]:
+            raise ConfigError(f"key 'stages.{wrong[0]}' holds keys of its own (stages.{wrong[0]}.…)")
         return [dict(value.get(name, {})) for name in names]
     if value is not None and not (isinstance(value, list) and all(isinstance(stage, Mapping) for stage in value)):
         raise ConfigError("key 'stages' is a list of settings, one for each stage")
@@ -161,7 +186,7 @@ def stages_of(value: Any, layered: Sequence[_Layered]) -> list[dict[str, Any]]:
             recipe = load_recipe(str(stage["recipe"]))
             if "stages" in recipe or "new_model" in recipe:
                 raise ConfigError(f"stages: recipe {stage['recipe']} is a run by itself, and no stage of another")
-            own = merge(recipe, own)
+            own = merge_stage(recipe, own)
         repeat = stage.get("repeat", 1)
         if type(repeat) is not int or repeat < 1:
             raise ConfigError(f"stages: repeat is a number of times, 1 or more, not {repeat!r:.60}")

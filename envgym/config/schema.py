@@ -250,16 +250,16 @@ class StageConfig(Settings):
     learner: ComponentField
     """Learner, and its own settings (`learner.lr`)."""
     model: str = DEFAULT_MODEL
-    """Hugging Face folder or hub id, the name of a recipe that makes a model, or `stage:NAME`; by default, after the
-    first stage, what the stage before trained."""
+    """Hugging Face folder or hub id, a recipe that makes a model (its name or its YAML file), or `stage:NAME`; by
+    default, after the first stage, what the stage before trained."""
     data: dict[str, Any] = Field({})
     """Tasks for the environment: `path`, field names (`prompt`, `answer`, …), a template, splits: see
     `envgym/tasks/config.py`."""
     render: RenderKind = "auto"
     """`chat`: the tokenizer's chat template; `text`: plain text with the speakers' names; `raw`: the texts alone, one
     after the other; `auto`: the template where there is one, else `text`."""
-    steps: int = Field(100, ge=1)
-    """Loop steps to stop after."""
+    steps: int | None = Field(100, ge=1)
+    """Loop steps to stop after; null where `epochs` says how long."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training tasks to stop after, in place of `steps`."""
     rollout: RolloutConfig = RolloutConfig()
@@ -280,6 +280,11 @@ class StageConfig(Settings):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     sync: SyncConfig = SyncConfig()
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        self.steps = None if self.epochs else self.steps or type(self).model_fields["steps"].default
+        return self
 
     def make_spec(self) -> EnvSpec:
         """The environment's spec. Raises `EnvgymError` for an unknown name or setting."""
@@ -311,6 +316,11 @@ class StageConfig(Settings):
         spec, own = roles[role], self.roles.get(role, RoleConfig())
         scores_alike = not spec.trained and spec.head == roles["actor"].head and own.model is None
         return scores_alike and self.lora_of("actor", roles["actor"]).rank > 0
+
+    def takes_turns(self, part: str) -> bool:
+        """True if a part shares GPUs with the engine by `colocate`: a role then takes turns with it."""
+        sets = self.colocate if isinstance(self.colocate, list) else []
+        return self.colocate == "all" or any({part, "engine"} <= set(one) for one in sets)
 
     def agent_config(self) -> tuple[type[Agent], AgentConfig]:
         """The agent's class and its validated settings."""

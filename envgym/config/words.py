@@ -14,6 +14,8 @@ from .recipes import DuplicateKey, load_yaml
 
 AUTO = "auto"
 COMPONENTS = ("env", "agent", "learner")
+LENGTHS = ("steps", "epochs")
+"""Settings that say how long a stage is; a stage has one of them."""
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?e[-+]?\d+", re.IGNORECASE)
 """Text to YAML, but a number to people."""
 
@@ -59,6 +61,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"key {key!r} is a name, or a name and settings, not {value!r:.60}")
             components[key] = value if changes_name(old, value) else lay(old, value)
     return {**lay(base, over), **components}
+
+
+def merge_stage(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`merge` of a stage's settings, in which the stage's length is the one that `over` gives, if it gives one. Raises
+    `ConfigError` where it gives both."""
+    given = [key for key in LENGTHS if over.get(key) is not None]
+    if len(given) > 1:
+        raise ConfigError("steps and epochs both say how long to train: give one")
+    return merge(base, {**over, **{key: None for key in LENGTHS if given and key not in given}})
 
 
 def lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
@@ -13,10 +14,12 @@ from .base import EngineInfo, Generation, Request
 
 LOOK_SECONDS = 30.0
 """Seconds between two looks whether the engine moves, while requests wait for it."""
-PATIENCE = 20
+PATIENCE = 19
 """Looks in a row that may find that it has not taken a single step: then it hangs, or was left paused. However long an
 answer or a queue is, there are steps all the while. (Looks and not seconds, for a run that was stopped for the night
 and goes on.)"""
+PATIENCE_BESIDE_OTHERS = 3
+"""Looks where another engine has moved since: then this one hangs, and it is not the machine that is slow."""
 
 
 class EngineClient:
@@ -26,9 +29,14 @@ class EngineClient:
     """
 
     def __init__(self, handle: WorkerHandle) -> None:
+        self.moved_at = -math.inf
+        """The loop's time of the last answer, or the last look that found a step."""
+        self.others_moved_at: Callable[[], float] = lambda: -math.inf
+        """The same of the engines beside it."""
         self._handle = handle
         self._waiting: set[asyncio.Timeout] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._still_since = 0.0
 
     @classmethod
     async def start(
@@ -63,13 +71,24 @@ class EngineClient:
         await self._handle.close()
 
     async def _control(self, method: str, *args: Any) -> Any:
+        time = asyncio.get_running_loop().time
+        began, beside = time(), 0
+        asking = asyncio.create_task(self._handle.call(method, *args))
         try:
             async with asyncio.timeout(CALL_SECONDS) as limit:
-                return await self._handle.call(method, *args)
+                while not (await asyncio.wait({asking}, timeout=LOOK_SECONDS))[0]:
+                    beside += self.others_moved_at() > began
+                    if beside > PATIENCE_BESIDE_OTHERS:
+                        limit.reschedule(time())
+                answer = asking.result()
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise WorkerDied(f"the engine hangs: {method} did not end within {CALL_SECONDS:.0f} s") from None
+            raise WorkerDied(f"the engine hangs: {method} did not end within {time() - began:.0f} s") from None
+        finally:
+            asking.cancel()
+        self.moved_at = time()
+        return answer
 
     async def _wait_for(self, method: str, *args: Any) -> Any:
         """Make a call that may take as long as it needs while the engine moves."""
@@ -78,23 +97,31 @@ class EngineClient:
                 self._waiting.add(limit)
                 if self._watching is None or self._watching.done():
                     self._watching = asyncio.create_task(self._watch())
-                return await self._handle.call(method, *args)
+                answer = await self._handle.call(method, *args)
+                self.moved_at = asyncio.get_running_loop().time()
+                return answer
         except TimeoutError:
             if not limit.expired():
                 raise
-            minutes = LOOK_SECONDS * PATIENCE / 60
+            minutes = LOOK_SECONDS * (self._patience + 1) / 60
             raise WorkerDied(
                 f"the engine has taken no step for {minutes:.0f} minutes or more: it hangs, or was left paused"
             ) from None
         finally:
             self._waiting.discard(limit)
 
+    @property
+    def _patience(self) -> int:
+        return PATIENCE_BESIDE_OTHERS if self.others_moved_at() > self._still_since else PATIENCE
+
     async def _watch(self) -> None:
         """End the calls that wait once the engine stands still."""
-        steps, still = None, 0
-        while self._waiting and still < PATIENCE:
-            await asyncio.sleep(LOOK_SECONDS)
-            now = steps
+        time = asyncio.get_running_loop().time
+        steps, still, looking = None, 0, 0.0
+        self._still_since = time()
+        while self._waiting and still < self._patience:
+            await asyncio.sleep(LOOK_SECONDS - looking)
+            now, began = steps, time()
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
                     now = await self._handle.call("steps")
@@ -102,7 +129,11 @@ class EngineClient:
                 pass  # it does not even answer
             except WorkerError:
                 return  # it is gone, and every call hears of it
-            still = still + 1 if now == steps else 0
-            steps = now
+            looking = min(time() - began, LOOK_SECONDS)
+            if now == steps:
+                still += 1
+                continue
+            self.moved_at = self.moved_at if steps is None else began
+            steps, still, self._still_since = now, 0, time()
         for limit in self._waiting:
-            limit.reschedule(asyncio.get_running_loop().time())
+            limit.reschedule(time())

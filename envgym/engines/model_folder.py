@@ -20,8 +20,8 @@ def check_model_folder(model: str) -> None:
     if not config.is_file():
         raise ConfigError(f"{model!r} is not a model folder: it has no config.json")
     try:
-        architectures = json.loads(config.read_text()).get("architectures") or []
-    except (json.JSONDecodeError, AttributeError):
+        architectures = json.loads(config.read_bytes()).get("architectures") or []
+    except (ValueError, AttributeError):
         raise ConfigError(f"{str(config)!r} is not valid JSON") from None
     if architectures and not any(name.endswith(("LM", "LMHeadModel", "Generation")) for name in architectures):
         raise ConfigError(f"{model!r} holds a {architectures[0]}, which is not a causal language model")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.render.spelling import after_prompt
 from envgym.render.tool_calls import written_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
@@ -100,7 +101,7 @@ class OpenAIEngine(ChatEngine):
     def _body(self, request: ChatRequest) -> dict[str, Any]:
         sampling = request.sampling
         return self._api.body(
-            request.messages,
+            after_prompt(request.messages),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,  # also at 1: servers have defaults of their own

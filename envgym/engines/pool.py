@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class EnginePool:
         in_turn: bool = False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.members = [Member(number, client) for number, client in enumerate(clients)]
+        self.members: list[Member] = []
         self.join: Callable[[EngineClient], Awaitable[None]] | None = None
         self.deaths = 0
         self._start = start
@@ -66,6 +67,8 @@ class EnginePool:
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._broken: WorkerDied | None = None
+        for number, client in enumerate(clients):
+            self._add(number, client)
 
     @classmethod
     async def started(cls, start: Callable[[int], Awaitable[EngineClient]], count: int, **settings: Any) -> EnginePool:
@@ -169,6 +172,13 @@ class EnginePool:
                 found.append(result)
         return found
 
+    def _add(self, number: int, client: EngineClient) -> None:
+        client.others_moved_at = lambda: max(
+            (other.moved_at for other in self.clients if other is not client), default=-math.inf
+        )
+        self.members.append(Member(number, client))
+        self.members.sort(key=lambda one: one.number)
+
     # -- deaths --------------------------------------------------------------------------------------------------
 
     def _lose(self, member: Member, why: str) -> None:
@@ -194,8 +204,7 @@ class EnginePool:
         except EnvgymError as error:
             self._broken = WorkerDied(f"{why}; another one could not be started: {error}")
         else:
-            self.members.append(Member(member.number, client))
-            self.members.sort(key=lambda one: one.number)
+            self._add(member.number, client)
         self._tell()
 
     def _tell(self) -> None:

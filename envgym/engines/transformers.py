@@ -63,7 +63,8 @@ class TransformersEngine:
 
     `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
     and a request with a seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight,
-    `lora_rank` and `sleeps`: an adapter of any rank can be loaded, and the model moved.
+    `lora_rank`, `sleeps` and `gpu_share`: an adapter of any rank can be loaded, the model moved, and memory is taken as
+    it is needed.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TransformersEngine:
         concurrency: int | None = None,
         lora_rank: int = 0,
         sleeps: bool = False,
+        gpu_share: float = 0.5,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)
@@ -151,7 +153,7 @@ class TransformersEngine:
 
     async def end_weights(self, n_buckets: int, version: int) -> None:
         self._update.check(n_buckets)
-        if missing := self._model.state_dict().keys() - self._update.names:
+        if missing := {name for name, _ in self._model.named_parameters()} - self._update.names:
             raise WorkerError(f"these are not all of this model's weights: {sorted(missing)[:3]} are missing")
         self._version = version
         self._may_step.set()
@@ -174,6 +176,8 @@ class TransformersEngine:
 
     async def sleep(self, level: int) -> None:
         self._model.to("cpu")
+        if self._device.type == "cuda":  # torch would keep the memory for itself
+            torch.cuda.empty_cache()
 
     async def wake(self, part: str) -> None:
         self._model.to(self._device)

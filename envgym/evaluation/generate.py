@@ -13,6 +13,8 @@ from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.files import check_target
 from envgym.errors import ConfigError, DataError
 from envgym.isolation import event_loop
+from envgym.tasks.cursor import tasks_at
+from envgym.training.memory import check_room
 from envgym.types import Episode, Group, Task
 
 from .plan import Part
@@ -60,6 +62,7 @@ class Selection:
         tasks, first, last, split = spec.tasks(self.split), self.first or 0, self.last, self.split
         size = tasks.size
         if self.key is not None:
+            check_room("a rollout (--samples)", 1, self.samples)
             return [await self._named(tasks, spec)]
         if size is None:
             if last is None and self.first is not None:
@@ -74,11 +77,13 @@ class Selection:
         elif size is not None and last > size:
             display.note(f"there are only {size} {split} tasks")
         stop = last if size is None else min(last, size)
-        return [await tasks.get(index) for index in range(first, stop)]
+        check_room("a rollout (--tasks, --samples)", stop - first, self.samples)
+        return await tasks_at(tasks, range(first, stop))
 
     async def _named(self, tasks: TaskSet, spec: EnvSpec) -> Task:
         for index in range(MOST_LOOKED_AT if tasks.size is None else tasks.size):
-            if (task := await tasks.get(index)).key == self.key:
+            [task] = await tasks_at(tasks, [index])
+            if task.key == self.key:
                 return task
         raise DataError(f"--task: environment {spec.id} has no {self.split} task {self.key!r}")
 

@@ -12,10 +12,11 @@ from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner, Trajectory, trajectories
 from envgym.rollout.runner import SamplingPlan
+from envgym.tasks.cursor import tasks_at
 from envgym.types import Group, Task
 from envgym.workers.group import WorkerGroup
 
-from .result import result_of
+from .result import doubt_of, result_of
 
 Scorer = Callable[[Sequence[Sequence[Trajectory]]], Awaitable[None]]
 Player = Callable[[Sequence[Task], SamplingPlan], Awaitable[list[Group]]]
@@ -43,18 +44,21 @@ class HeldOut:
         self._sampling = sampling
         self._config = config
         self._tasks: list[Task] = []
+        self.doubt = ""
+        """A sentence on what the latest score may not tell; see `doubt_of`."""
 
     async def tasks(self) -> list[Task]:
         if not self._tasks:
             test = self._spec.tasks("test")
             has_held_out(self._spec, needed=True)
             count = self._config.tasks if test.size is None else min(self._config.tasks, test.size)
-            self._tasks = [await test.get(index) for index in range(count)]
+            self._tasks = await tasks_at(test, range(count))
         return self._tasks
 
     async def sampled(self) -> dict[str, Any]:
         """At the training temperature, `config.samples` episodes a task."""
         groups = await self._play(await self.tasks(), SamplingPlan("eval", self._sampling, self._config.samples))
+        self.doubt = doubt_of(self._spec, groups)
         return result_of(groups)
 
     async def greedily(self) -> dict[str, Any]:

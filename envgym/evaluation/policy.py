@@ -16,13 +16,15 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
 from envgym.hashing import task_hash, text_hash
 from envgym.isolation import event_loop
+from envgym.tasks.cursor import tasks_at
+from envgym.training.memory import check_room
 from envgym.types import Group, Task
 
 from .folder import EvalFolder
 from .inspect_log import write_inspect_logs
 from .plan import Part, parts_of_env, parts_of_suite
 from .play import ready_parts
-from .result import mean_score, result_of
+from .result import doubt_of, mean_score, result_of
 from .statistics import suite_mean
 from .suite import Suite, find_suite
 from .table import csv_table
@@ -98,6 +100,8 @@ async def _run(folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, di
                 name, count = each.part.name, f" ({number} of {len(parts)})" if len(parts) > 1 else ""
                 display.phase(f"evaluating {name}{count}")
                 groups[name] = await each.play(folder, display)
+                if doubt := doubt_of(each.spec, groups[name]):
+                    display.note(doubt)
                 tasks = text_hash(" ".join(map(task_hash, each.tasks)))
                 fingerprints[name] = {**each.spec.fingerprint(), "tasks": tasks}
         finally:
@@ -126,7 +130,8 @@ async def tasks_of(part: Part, spec: EnvSpec) -> list[Task]:
     count = min(size for size in (wanted, tasks.size) if size is not None)
     if not count:
         raise ConfigError(f"{part.name} has no tasks in the split {part.env.split!r}")
-    found = [await tasks.get(index) for index in range(count)]
+    check_room(f"{part.name}: an evaluation", count, part.samples)
+    found = await tasks_at(tasks, range(count))
     field = part.env.cluster
     if field is not None and not any(field in task.fields for task in found):
         known = dict.fromkeys(name for task in found for name in task.fields)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from envgym.env import EnvSpec
 from envgym.monitoring.metrics import percentile
 from envgym.types import Episode, Group, Status
 
@@ -70,6 +71,19 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "seconds": _quantiles([episode.seconds for episode in finished]),
         "metrics": _metrics(finished),
     }
+
+
+def doubt_of(spec: EnvSpec, groups: Sequence[Group]) -> str:
+    """A sentence where the score may say nothing of the policy: the environment judges a task's answers together, and
+    every task has the same mean, as it has by ranks. Empty elsewhere."""
+    judged = [group for group in groups if spec.of(group.task).scores_groups]
+    means = [fmean(rewards) for rewards in _by_group(judged, "reward").values() if rewards]
+    if len(means) < 2 or max(means) - min(means) > 1e-9:
+        return ""
+    return (
+        f"{spec.id} judges the answers to a task together, and each of {len(means)} tasks has the mean reward "
+        f"{means[0]:.3f}: if it compares them with each other (by rank, say), that tells nothing of the policy"
+    )
 
 
 def mean_score(groups: Sequence[Group], cluster: str | None = None) -> Mean:

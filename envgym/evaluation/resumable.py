@@ -12,11 +12,12 @@ from typing import Any
 
 import yaml
 
+from envgym.config.recipes import read_yaml
 from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
 from envgym.episodes.journal import EpisodeKey, Journal
-from envgym.errors import DataError, RunError, WorkerError, extended
+from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
@@ -164,10 +165,9 @@ class UnfinishedFile(ResumableFolder):
 
     def _settings(self) -> Mapping[str, Any] | None:
         try:
-            old = yaml.safe_load(self._settings_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            return read_yaml(self._settings_file) or None
+        except ConfigError:
             return None
-        return old if isinstance(old, Mapping) else None
 
 
 def _differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -15,7 +15,11 @@ class Deadline:
     """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, inside of it and in
     tasks that were made there; and `run_to_end` learns of work that goes on after it. Enter it once."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, name: str = "") -> None:
+        self.seconds = seconds
+        self.name = name
+        """The subject of a sentence about it."""
+        self._is_overrun = False
         self._timeout = asyncio.timeout(None)
         self._seconds_left = seconds
         self._pauses = 0
@@ -41,7 +45,14 @@ class Deadline:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def expired(self) -> bool:
-        return self._timeout.expired()
+        return self._timeout.expired() or self._is_overrun
+
+    def overruns(self) -> bool:
+        """True where its time is over and it could not ring, as the code under it, which runs right now, holds the
+        loop. It then counts as expired. From any thread."""
+        if self._pauses == 0 and self._timer is not None and self._timer.when() < self._loop.time():
+            self._is_overrun = True
+        return self._is_overrun
 
     def expire(self) -> None:
         """Be over now."""

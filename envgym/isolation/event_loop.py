@@ -16,6 +16,7 @@ from envgym.errors import EnvgymError
 
 from . import cancellation
 from .cancellation import abandoned, wait_for_end
+from .watch import LoopWatch, end_at_once
 
 T = TypeVar("T")
 
@@ -33,18 +34,20 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main)
-        with _CtrlC(task) as ctrl_c:
+        with LoopWatch(loop):
             try:
-                return _complete(loop, task, ctrl_c)
+                with _CtrlC(task) as ctrl_c:
+                    return _complete(loop, task)
             except asyncio.CancelledError:
                 if ctrl_c.count:
                     raise KeyboardInterrupt from None
                 raise
             except SystemExit as error:
                 raise EnvgymError(_exited(error)) from error
+            finally:
+                _end_all(loop)
     finally:
         try:
-            _end_all(loop)
             ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
             ending.start()
             ending.join(cancellation.GRACE_SECONDS)
@@ -53,14 +56,14 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             loop.close()
 
 
-def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], ctrl_c: _CtrlC) -> T:
+def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     while True:
         try:
             return loop.run_until_complete(task)
-        except (SystemExit, KeyboardInterrupt):
+        except (SystemExit, KeyboardInterrupt) as error:
             # asyncio raises these out of the loop whichever task they come from. The loop can go on, and its task
-            # holds the exception for whoever awaits it.
-            if task.done() or ctrl_c.count > 1:
+            # holds the exception for whoever awaits it. Once that is being cancelled, Ctrl-C means all of it.
+            if task.done() or (isinstance(error, KeyboardInterrupt) and task.cancelling()):
                 raise
 
 
@@ -91,6 +94,7 @@ class _CtrlC:
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1 or self._task.done():
+            end_at_once()
             raise KeyboardInterrupt
         self._task.cancel()
         self._task.get_loop().call_soon_threadsafe(lambda: None)  # it may be asleep

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from envgym.errors import ConfigError
+
 
 def is_path(name: str) -> bool:
     """True if a model's name can only be meant as a folder's path, which no hub has a model under."""
     return Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+
+
+def check_no_file(name: str) -> None:
+    """Raise `ConfigError` where a model's name is that of a file."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        beside = f". Did you mean {path.parent}?" if (path.parent / "config.json").is_file() else ""
+        raise ConfigError(f"{name} is a file, and a model is the folder with config.json and weights{beside}")

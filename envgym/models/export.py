@@ -64,7 +64,7 @@ def convert(folder: Path, out: Path, dtype: Dtype, converter: str) -> None:
     """Run the user's converter."""
     command = [*shlex.split(converter), str(folder), "--outfile", str(out), "--outtype", OUTTYPES[dtype]]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     except OSError as error:
         raise ConfigError(f"the converter {command[0]} does not start: {error.strerror}") from None
     if done.returncode or not out.is_file():

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envgym import hub
 from envgym.disk import unfinished
 from envgym.errors import ConfigError, missing_package
 
-from . import is_path
+from . import check_no_file, is_path
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
 
 CLASSES = {
@@ -37,7 +38,7 @@ def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Call
     base = base or config.get("base_model_name_or_path")
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
-    _check_base(base, adapter)
+    base = _find_base(base, adapter, note)
     try:
         with unfinished(final) as made:  # first: a large base is not loaded in vain
             _merged(folder, config, base).save_pretrained(made)
@@ -68,13 +69,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_base(base: str, adapter: str) -> None:
+def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
+    """A name or folder of the base that libraries load."""
     path = Path(base).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"the base {base} is no model folder: it has no config.json")
-    elif is_path(base):
+        return base
+    check_no_file(base)
+    if is_path(base):
         raise ConfigError(f"the base of {adapter} is not at {base}: say where it is with --base")
+    note(f"looking for {base} on the Hugging Face hub, for up to {hub.SECONDS:g} s")
+    return hub.find_on_hub(base)
 
 
 def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
@@ -97,7 +103,7 @@ def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
     model, missing = _load_base(base, config, shapes)
     origin = folder / ORIGIN
     if origin.is_file():
-        model = _through_4_bits(model, base, json.loads(origin.read_text()))
+        model = _through_4_bits(model, base, json.loads(origin.read_text(encoding="utf-8")))
     heads = {name.partition(".")[0] for name in missing} - set(config.get("modules_to_save") or ())
     if heads:
         raise ConfigError(f"neither the base {base} nor the adapter has weights for {sorted(heads)[0]}")

@@ -29,6 +29,10 @@ class Alarm:
     condition: Condition
     text: str
 
+    def sentence(self, role: str, value: float) -> str:
+        """Its sentence for a value of the `role`, which ends with a slash, or of the policy (empty)."""
+        return role.replace("/", ": ") + self.text.format(value=value)
+
 
 @dataclass(frozen=True, slots=True)
 class Raised:
@@ -114,6 +118,16 @@ def _read(file: Path) -> tuple[Alarm, ...]:
 ALARMS = _read(Path(__file__).with_name("alarms.yaml"))
 
 
+def sentence(name: str, record: Mapping[str, Any]) -> str | None:
+    """The sentence of an alarm that a record names as raised; None where there is no such alarm, or no number."""
+    for alarm in ALARMS:
+        role = str(name).removesuffix(alarm.name)
+        value = record.get(role + alarm.metric)
+        if name == role + alarm.name and ROLE.fullmatch(role) and isinstance(value, int | float):
+            return alarm.sentence(role, value)
+    return None
+
+
 class Alarms:
     """Watches a run, one record of metrics after the other."""
 
@@ -138,6 +152,6 @@ class Alarms:
                 holds = alarm.condition(values)
                 if holds and name not in self._on:
                     self.counts[name] += 1
-                    raised.append(Raised(name, role.replace("/", ": ") + alarm.text.format(value=values[-1])))
+                    raised.append(Raised(name, alarm.sentence(role, values[-1])))
                 self._on = self._on | {name} if holds else self._on - {name}
         return raised

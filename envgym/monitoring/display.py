@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
+from envgym.errors import printable
+
 from .report import aligned, counts, duration, score, summary_lines, tasks_behind
 
 
@@ -76,12 +78,19 @@ class LineDisplay(Display):
         self._clock = clock
         self._pace = Pace(clock)
         self._last_line = self._last_step = -float("inf")
+        self._shown_step: int | None = None
+        self._began_counting, self._done, self._has_counted = 0.0, float("inf"), False
 
     def phase(self, text: str) -> None:
         self._print(text)
 
     def rollout(self, done: int, total: int, failures: Mapping[str, int]) -> None:
-        if self._clock() - self._last_line >= self.SECONDS_BETWEEN_COUNTS:
+        if done <= self._done:  # those of another step
+            self._began_counting, self._has_counted = self._clock(), False
+        self._done = done
+        due = self._clock() - max(self._last_line, self._began_counting) >= self.SECONDS_BETWEEN_COUNTS
+        if due or (self._has_counted and done == total):
+            self._has_counted = True
             self._print(f"{done} of {total} episodes{failed(failures)}")
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
@@ -89,11 +98,14 @@ class LineDisplay(Display):
         due = self._clock() - self._last_step >= self.SECONDS_BETWEEN or step in (1, steps)
         if step == 0 or not due:  # step 0 is the measurement before the first one, which `evaluation` has shown
             return
-        self._last_step = self._clock()
+        left_out = 0 if self._shown_step is None else step - self._shown_step - 1
+        self._last_step, self._shown_step = self._clock(), step
         parts = [f"step {step:>{len(str(steps))}}/{steps}"]
         parts += [text for key in METRICS if (text := metric(key, metrics))]
         if left:
             parts.append(f"left {duration(left)}")
+        if left_out > 0:
+            parts.append(f"({left_out} before it not shown)")
         self._print("  ".join(parts))
 
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None:
@@ -114,24 +126,29 @@ class LineDisplay(Display):
             return
         self._last_line = self._clock()
         try:
-            print(text, file=self._file, flush=True)
+            print(printable(text), file=self._file, flush=True)
         except OSError:
             self._file = None  # whoever read the lines is gone, or the disk is full: no reason to end the run
 
 
 def failed(failures: Mapping[str, int]) -> str:
     """`, failed: timeout 2`, or nothing."""
-    return f", failed: {counts(failures)}" if failures else ""
+    return f", failed: {printable(counts(failures))}" if failures else ""
 
 
 METRICS = {
     "reward/mean": ("reward", "{:.3f}"),
+    "preference/accuracy": ("accuracy", "{:.3f}"),
+    "step/accuracy": ("accuracy", "{:.3f}"),
+    "preference/margin": ("margin", "{:.3f}"),
     "loss": ("loss", "{:.4f}"),
     "tokens/per_second": ("tokens/s", "{:,.0f}"),
     "mismatch/max": ("mismatch", "{:.1e}"),
     "seconds/step": ("seconds", "{:.1f}"),
 }
 """The metrics that a line of a step shows: key -> name and format."""
+MAIN = ("reward/mean", "preference/accuracy", "step/accuracy", "loss")
+"""The metrics that may be a run's curve: the first that its steps have."""
 
 
 def metric(key: str, metrics: Mapping[str, Any]) -> str:

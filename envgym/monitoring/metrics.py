@@ -13,40 +13,45 @@ from typing import Any
 
 from envgym.errors import RolloutFailed
 from envgym.learner import TrainSample
+from envgym.render.spelling import IN_APIS
 from envgym.types import Episode, Group, Status, StopReason
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True) -> dict[str, Any]:
     """Rewards, scores, lengths and failures of the groups a step played, over all and for each member of a mixture.
 
-    Failed episodes are counted, no more; so are the failed attempts that were played again.
+    Failed episodes are counted, no more; so are the failed attempts that were played again. Of what was not `sampled`
+    there are no rewards and scores: they are the data's, whatever is learned.
     """
-    record = _outcomes(groups)
+    record = _outcomes(groups, sampled)
     finished = [episode for group in groups for episode in group.episodes if not episode.failed]
     if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
         record |= _lengths(finished)
     for name in sorted({group.task.env for group in groups} - {""}):
-        of_member = _outcomes([group for group in groups if group.task.env == name])
+        of_member = _outcomes([group for group in groups if group.task.env == name], sampled)
         record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
     return record
 
 
-def _outcomes(groups: Sequence[Group]) -> dict[str, Any]:
+def _outcomes(groups: Sequence[Group], sampled: bool) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
     failed = [episode for group in groups for episode in [*group.episodes, *group.lost] if episode.failed]
-    rewards = [episode.reward for episode in finished if episode.reward is not None]
-    scores = [episode.score for episode in finished if episode.score is not None]
+    rewards = [episode.reward for episode in finished if sampled and episode.reward is not None]
+    scores = [episode.score for episode in finished if sampled and episode.score is not None]
     record: dict[str, Any] = {"episodes": len(episodes)}
     if rewards:
         record |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         record |= {"reward/min": min(rewards), "reward/max": max(rewards)}
-    if flat := [spread == 1 for group in groups if (spread := _distinct_rewards(group)) is not None]:
+    if rewards and (flat := [spread == 1 for group in groups if (spread := _distinct_rewards(group)) is not None]):
         record["reward/zero_variance_share"] = fmean(flat)
     if scores:
         record["score/mean"] = fmean(scores)
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
+    answers = (message.text for episode in finished for message in episode.messages if message.role == "assistant")
+    if spelled := sum(IN_APIS.search(answer) is not None for answer in answers):
+        record["answers/special_tokens"] = spelled
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count
     if episodes:

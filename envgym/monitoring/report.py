@@ -63,7 +63,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[Line]:
         parts = [f"{when} {score(evals[key])}" for when, key in (("before", before), ("after", after)) if key in evals]
         if parts:
             last = evals[after if after in evals else before]
-            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks, 95% intervals"))
+            intervals = ", 95% intervals" if "score" in last else ""
+            lines.append((name, f"{'  ->  '.join(parts)}   {tasks_behind(last)} tasks{intervals}"))
     lines += _members(evals.get("after", evals.get("before", {})))
     if best := summary.get("best"):
         lines.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}   checkpoints/best"))

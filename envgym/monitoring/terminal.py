@@ -19,7 +19,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from .display import METRICS, Display, LineDisplay, Pace, failed
+from envgym.errors import printable
+
+from .display import MAIN, METRICS, Display, LineDisplay, Pace, failed
 from .report import duration, score, summary_lines
 
 REFRESHES_PER_SECOND = 2
@@ -86,16 +88,18 @@ class LiveDisplay(Display):
             self._evaluations.append((step, result))
 
     def alarm(self, step: int, text: str) -> None:
-        self._console.print(Text(f"alarm at step {step}: ", "bold red").append(text, "not bold"))
+        self._console.print(Text(f"alarm at step {step}: ", "bold red").append(printable(text), "not bold"))
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.close()
         table = Table.grid(padding=(0, 2))
         for name, text in summary_lines(summary):
-            table.add_row(Text(name, "bold green" if name == "next" else "bold"), Text(text, overflow="fold"))
+            table.add_row(
+                Text(name, "bold green" if name == "next" else "bold"), Text(printable(text), overflow="fold")
+            )
         self._console.print(Padding(table, (0, 1)))
 
     def close(self) -> None:
@@ -140,12 +144,12 @@ class LiveDisplay(Display):
         key = self._main_key()
         if self._history:
             name, form = METRICS[key]
-            bounds = (0.0, 1.0) if key == "reward/mean" else None
+            bounds = None if key == "loss" else (0.0, 1.0)
             text = Text(form.format(self._history[-1])).append("  " + sparkline(self._history, 40, bounds), "cyan")
             table.add_row(Text(name, "bold"), text)
         if self._evaluations:
             table.add_row(Text("held-out", "bold"), self._held_out())
-        for other in ("tokens/per_second", "mismatch/max"):
+        for other in ("preference/margin", "tokens/per_second", "mismatch/max"):
             if other in self._metrics:
                 name, form = METRICS[other]
                 table.add_row(Text(name, "bold"), Text(form.format(self._metrics[other])))
@@ -171,7 +175,7 @@ class LiveDisplay(Display):
         return f"{duration(max(0.0, left - (time.monotonic() - estimated)))} left"
 
     def _main_key(self) -> str:
-        return "loss" if "reward/mean" not in self._metrics else "reward/mean"
+        return next((key for key in MAIN if key in self._metrics), MAIN[-1])
 
 
 class _Lasting:

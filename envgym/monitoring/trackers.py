@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.disk import write_atomically
-from envgym.errors import EnvgymError, MissingDependency
+from envgym.errors import EnvgymError, missing_package
 
 CLOSE_SECONDS = 60.0
 """Seconds that the end of a run waits for what a tracker still has to send."""
@@ -225,9 +225,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Raise `MissingDependency`, with the command that installs it, for a tracker whose package is not there."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise MissingDependency(
-                f"report_to={name} needs the package {name!r}, which is not installed: pip install 'envgym[{name}]'"
-            )
+            raise missing_package(name, name, f"report_to={name}")
 
 
 def run_id(folder: Path) -> str:

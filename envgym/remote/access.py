@@ -170,7 +170,8 @@ def url_parts(url: str, schemes: Sequence[str], form: str, *, token: str = "toke
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         port = parts.port
-        if parts.scheme in schemes and parts.hostname and port != 0 and not parts.query and not parts.fragment:
+        is_plain = url.isprintable() and not parts.query and not parts.fragment
+        if is_plain and parts.scheme in schemes and parts.hostname and port != 0:
             return parts
     raise ConfigError(f"{url}: not a usable URL; {form}")
 

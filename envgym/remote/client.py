@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from envgym.types import Episode, Judgement, Task
 
 from .access import Access, access, parse_address
 from .encoding import encode
-from .registration import Listener, Listening, RegisteredServers
+from .registration import Listener, Listening, RegisteredServers, split_port
 from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
 from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, RemoteError, Transport, as_error
@@ -48,7 +47,8 @@ class RemoteConfig(EnvConfig):
     listen: str | None = None
     """HOST:PORT of this machine where further servers may register (`envgym serve --register URL`), also in mid-run."""
     allow: tuple[str, ...] = ()
-    """Hosts that are dialled when a server there registers: names, addresses, and networks such as 10.0.0.0/8."""
+    """Hosts that are dialled when a server there registers: names, addresses, and networks such as 10.0.0.0/8; with a
+    port (`env-box:8000`) on that one alone."""
     listen_token_file: Path | None = None
     """Servers that may register: lines NAME TOKEN [max_sessions=N], or one token. Only its path is saved."""
     listen_tls_cert: Path | None = None
@@ -69,16 +69,17 @@ class RemoteConfig(EnvConfig):
     @classmethod
     def _allow(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         for host in hosts:
-            if "/" in host:
-                ipaddress.ip_network(host)
-            elif not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9a-fA-F:.]+", host):
-                raise ValueError(f"a host is a name, an address or a network, without scheme and port: not {host!r}")
+            split_port(host)
         return hosts
 
     @model_validator(mode="after")
     def _listens_for_somebody(self) -> Self:
         if self.listen is not None and not self.allow:
             raise ValueError("listen needs allow: the hosts that are dialled when a server there registers")
+        if self.listen is not None and self.token_file is not None and self.listen_token_file is None:
+            raise ValueError(
+                "listen needs listen_token_file beside token_file: else whoever registers is sent the token"
+            )
         files = (self.listen_token_file, self.listen_tls_cert, self.listen_tls_key)
         if self.listen is None and (self.allow or any(files)):
             raise ValueError("allow and the settings listen_… go with listen, HOST:PORT of this machine")
@@ -201,6 +202,10 @@ class RemoteEnvSpec(EnvSpec):
                 raise ConfigError(f"{self.id}: {error}")
             self._task_sets[split] = RemoteTasks(self.ask_any, split, known[split].size)
         return self._task_sets[split]
+
+    @property
+    def scores_groups(self) -> bool:
+        return self.description.scores_groups
 
     async def score_group(self, task: Task, episodes: Sequence[Episode]) -> list[Judgement | Exception] | None:
         """Judgements of a group by the server's environment; None where it judges no groups."""

@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import random
+import re
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -63,15 +64,31 @@ class Listening:
     def url(self) -> str:
         return f"{'http' if self.tls_cert is None else 'https'}://{self.address}"
 
-    def allows(self, host: str) -> bool:
-        """Tell whether `host` is one of those in `allow`: names, addresses, and networks as `10.0.0.0/8`."""
-        if host.lower() in (entry.lower() for entry in self.allow):
+    def allows(self, host: str, port: int) -> bool:
+        """Tell whether `host` is one of those in `allow`, on a `port` that is (see `split_port`)."""
+        entries = [split_port(entry) for entry in self.allow]
+        hosts = [entry.lower() for entry, own in entries if own in (None, port)]
+        if host.lower() in hosts:
             return True
         with contextlib.suppress(ValueError):
             address = ipaddress.ip_address(host)
-            networks = [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
+            networks = [ipaddress.ip_network(entry) for entry in hosts if "/" in entry]
             return any(address in network for network in networks)
         return False
+
+
+def split_port(entry: str) -> tuple[str, int | None]:
+    """The host of an entry in `allow` (a name, an address, or a network as `10.0.0.0/8`), and its port where it has one
+    (None: any). Raises `ValueError` for what is no such entry."""
+    found = re.fullmatch(r"(?:\[(.+)\]|([^:]+|[^/]+/\d+))(?::(\d{1,5}))?|([^/]+)", entry)
+    host = "" if found is None else found[1] or found[2] or found[4]
+    if "/" in host:
+        ipaddress.ip_network(host)
+    elif not re.fullmatch(r"[0-9A-Za-z._-]+|[0-9a-fA-F:.]+", host):
+        raise ValueError(
+            f"an entry is HOST or HOST:PORT, a name, an address or a network, without scheme: not {entry!r}"
+        )
+    return host, int(found[3]) if found is not None and found[3] else None
 
 
 _Key = tuple[str, str]
@@ -95,6 +112,7 @@ class RegisteredServers:
         self._replicas = replicas
         self._name = name
         self._shown = shown
+        self._is_guarded = bool(shown.headers) or shown.tls is not True
         self._counters = counters
         self._what = what
         self._named = {replica.address.server for replica in replicas.all}
@@ -133,6 +151,12 @@ class RegisteredServers:
 
     async def _take_in(self, key: _Key, registration: Registration, client: Client) -> None:
         self._leave_out(key, "was started anew")
+        parts = urlsplit(registration.url)
+        if self._is_guarded and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+            raise ConfigError(
+                "with env.token_file or env.ca_file a server elsewhere is dialled by https alone, so that nobody on "
+                "the way reads the token: serve with --tls-cert and --tls-key, and --advertise an https address"
+            )
         transport = Transport(registration.url, self._shown, self._counters)
         address = Address(registration.url, self._name)
         replica = Replica(address, transport, registration.weight, client.max_sessions)
@@ -247,9 +271,10 @@ class Listener:
             address = parse_address(registration.url)
         except ConfigError as error:
             raise Problem(422, "invalid-request", str(error)) from None
-        host = urlsplit(address.server).hostname or ""
-        if address.name or not self._settings.allows(host):
-            detail = f"this trainer dials the hosts in env.allow, and {host} is none of them"
+        parts = urlsplit(address.server)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        if address.name or not self._settings.allows(host, port):
+            detail = f"this trainer dials the hosts in env.allow, and {host} is none of them on port {port}"
             raise Problem(403, "forbidden", f"{detail}; --advertise gives another address of the server")
         return registration.model_copy(update={"url": address.server})
 

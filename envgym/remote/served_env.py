@@ -14,7 +14,7 @@ from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
-from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
+from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.isolation.cancellation import is_shutdown
 from envgym.loading import names_file
 from envgym.rollout.runner import as_judgement
@@ -46,7 +46,6 @@ class ServedEnv:
         self._verdicts: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
 
     async def describe(self) -> EnvDescription:
-        parts = self.spec.parts()
         return EnvDescription(
             name=self.name,
             id=_without_folder(self.spec.id),
@@ -55,7 +54,7 @@ class ServedEnv:
             splits={split: await self._split(split) for split in SPLITS},
             services={name: type(service).__name__ for name, service in self.spec.services.items()},
             concurrency=self.spec.concurrency_bound(),
-            scores_groups=any(type(part).score_group is not EnvSpec.score_group for part in parts),
+            scores_groups=self.spec.scores_groups,
             fingerprint=self.spec.fingerprint(),
         )
 
@@ -168,7 +167,7 @@ class ServedEnv:
         self._metrics.failures.labels(self.name, kind).inc()
         message = _message(error)
         if isinstance(error, EnvgymError):
-            logger.warning("%s: %s raised %s: %s", self.name, what, kind, message)
+            logger.warning("%s: %s raised %s: %s", self.name, what, kind, printable_line(message))
         else:
             logger.error("%s: %s raised", self.name, what, exc_info=error)
         more: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from envgym.episodes.record import decode, decode_mapping, encode
+from envgym.errors import printable_line
 from envgym.types import Action, Observation, Task
 
 VERSION = 4
@@ -62,6 +63,10 @@ ExactTask = Annotated[Task, AfterValidator(_decoded_task), WrapSerializer(_encod
 ExactOptions = Annotated[dict[str, Any], AfterValidator(_decoded_options), PlainSerializer(encode)]
 
 
+Line = Annotated[str, AfterValidator(printable_line)]
+"""Text in the other side's words, which people read in a log."""
+
+
 class Wire(BaseModel):
     """Base class of the bodies."""
 
@@ -78,7 +83,7 @@ class Split(Wire):
 
     size: int | None = None
     tasks: str = ""
-    error: str | None = None
+    error: Line | None = None
 
 
 class EnvDescription(Wire):
@@ -90,12 +95,12 @@ class EnvDescription(Wire):
     are to be sent to it; `fingerprint` hashes of its code and settings.
     """
 
-    name: str
-    id: str
-    about: str = ""
-    agent: str
-    splits: dict[str, Split]
-    services: dict[str, str] = {}
+    name: Line
+    id: Line
+    about: Line = ""
+    agent: Line
+    splits: dict[Line, Split]
+    services: dict[Line, Line] = {}
     concurrency: int | None = None
     scores_groups: bool = False
     fingerprint: dict[str, str] = {}
@@ -227,7 +232,7 @@ class Registered(Wire):
     """The trainer's answer: the registration counts for `lease_seconds`. `problems` say why the server is not used."""
 
     lease_seconds: float = Field(ge=0.1, le=3600)
-    problems: tuple[str, ...] = ()
+    problems: tuple[Line, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -288,9 +293,9 @@ class ProblemBody(Wire):
     type: str = "about:blank"
     title: str = ""
     status: int = 0
-    detail: str = ""
-    error: str = ""
-    failure: str = ""
+    detail: Line = ""
+    error: Line = ""
+    failure: Line = ""
     retryable: bool = False
     retry_after: float | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidStep, TurnRefused
@@ -10,6 +11,7 @@ from envgym.types import Message, Observation, ToolCall
 
 from .dialogue import Dialogue, Extension
 from .renderer import Renderer
+from .spelling import BREAK, rewritten
 from .template import Template, Written
 from .tool_calls import Reading, read_calls
 
@@ -99,16 +101,18 @@ class ChatDialogue(Dialogue):
         if self._last_turn is None:
             return []
         (message, token_ids, reading), self._last_turn = self._last_turn, None
-        exact = self.renderer.decode_after(self._body(token_ids))
+        exact = self.renderer.decode_spelled(self._body(token_ids))
+        write = self.renderer.speller.of_policy if BREAK in exact else str
+        calls = rewritten(replace(message, from_others=True), write).tool_calls
         # Special tokens that write calls must not be lost; other than that they are no part of what is said.
-        contents = [exact, message.text] if message.tool_calls else [message.text, exact]
+        contents = [exact, write(message.text)] if message.tool_calls else [write(message.text), exact]
         forms = [self._template.assistant(self._with_opening(content)) for content in contents]
         if reading is not None and reading.complete:
-            content = self._with_opening(reading.content.rstrip())
-            forms.insert(0, self._template.assistant(content, reading.calls))
+            content = self._with_opening(write(reading.content.rstrip()))
+            forms.insert(0, self._template.assistant(content, calls))
         elif self._opens_thought and "</think>" not in exact:
             forms.insert(0, {**self._template.assistant(""), "reasoning_content": exact})
-        self._text += self.renderer.decode_after(token_ids)
+        self._text += self.renderer.decode_spelled(token_ids)
         return [form for at, form in enumerate(forms) if form not in forms[:at]]
 
     def _on_text(self, text: str) -> None:

@@ -43,8 +43,9 @@ class Dialogue(ABC):
     def begin(self, observation: Observation) -> list[int]:
         """Token ids of the first observation, up to where the policy's turn begins."""
         self.tools = observation.tools
-        text, token_ids = self.renderer.opening(observation)
-        self._on_begin(observation, text)
+        spelled = replace(observation, messages=self.renderer.spelled(observation.messages))
+        text, token_ids = self.renderer.opening(spelled)
+        self._on_begin(spelled, text)
         self._append_observation(observation, token_ids)
         return list(token_ids)
 
@@ -62,7 +63,7 @@ class Dialogue(ABC):
         included."""
         recorded = Message.of("assistant", turn) if isinstance(turn, str) else turn
         recorded = replace(recorded, tool_calls=self._with_ids(recorded.tool_calls))
-        token_ids = self.renderer.encode_after(self._last, self._demonstration(recorded))
+        token_ids = self.renderer.encode_after(self._last, self._demonstration(*self.renderer.spelled([recorded])))
         self._append_turn(token_ids, Reading(recorded.text, recorded.tool_calls))
         return token_ids
 
@@ -76,7 +77,9 @@ class Dialogue(ABC):
             extension = Extension(self.renderer.encode_after(self._last, observation.text))
             self._on_text(observation.text)
         else:
-            extension = self._extend(observation)
+            others = self.renderer.others_answer
+            answers = [replace(message, from_others=others or message.from_others) for message in observation.messages]
+            extension = self._extend(replace(observation, messages=self.renderer.spelled(answers)))
         self._append_observation(observation, extension.token_ids)
         return extension
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from envgym.errors import ConfigError, InvalidStep, missing_package
-from envgym.types import Observation
+from envgym.types import Message, Observation
+
+from .spelling import BREAK, Speller, rewritten
 
 if TYPE_CHECKING:
     from .dialogue import Dialogue
@@ -30,6 +34,7 @@ class Renderer(ABC):
             index: str(token.content) for index, token in tokenizer.added_tokens_decoder.items()
         }
         """Tokens that the tokenizer finds in any text before it looks at the rest (special ones among them), by id."""
+        self.speller = Speller(tokenizer.added_tokens_decoder)
         decodes = getattr(type(tokenizer), "_decode", None)
         # Where transformers only hands ids on, they are given straight to what decodes: it looks at each of them first,
         # which takes longer than decoding. (Some classes decode in a way of their own.)
@@ -39,6 +44,9 @@ class Renderer(ABC):
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
         self._tokens_with: dict[str, tuple[int, ...]] = {}
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+    others_answer = True
+    """Messages after the first observation hold others' words, whatever they say of themselves."""
 
     @abstractmethod
     def dialogue(self) -> Dialogue:
@@ -94,12 +102,24 @@ class Renderer(ABC):
         at more special tokens than ours."""
         return token_id in self.stop_token_ids or token_id in self._special
 
+    def spelled(self, messages: Iterable[Message]) -> tuple[Message, ...]:
+        """The messages as they are rendered: with a `BREAK` in each special token that others have spelled out."""
+        speller = self.speller
+        return tuple(rewritten(m, speller.of_policy if m.role == "assistant" else speller.of_all) for m in messages)
+
     # -- text that stands in the middle of a conversation -------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text that begins a sequence. Special tokens that stand in it are those tokens."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text that begins a sequence. Special tokens that stand in it are those tokens, but for those
+        with a `BREAK`."""
+        if BREAK in text:
+            # The surest is a space. It is kept where characters would become the token all the same: where it is in the
+            # model's vocabulary too, or where the tokenizer looks for it only after it has rewritten the text.
+            safe = self.encode(text.replace(BREAK, " "), add_special_tokens=add_special_tokens)
+            ids = self._breaking.encode(text, add_special_tokens=add_special_tokens).ids if self._breaking else safe
+            return ids if self._added_among(ids) == self._added_among(safe) else safe
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except TypeError:
             raise InvalidStep(
                 "an observation's text is not valid Unicode (it holds half of a surrogate pair): replace those"
@@ -124,7 +144,7 @@ class Renderer(ABC):
             if ids[: len(anchor)] != anchor:
                 continue
             cuts.append(ids[len(anchor) :])
-            if self._decode(ids) == self._decode(anchor) + text:
+            if self._decode(ids) == self._decode(anchor) + text.replace(BREAK, ""):
                 return cuts[-1]
         return cuts[0] if cuts else self.encode(text)
 
@@ -134,6 +154,31 @@ class Renderer(ABC):
         anchor, before = self._anchor
         whole = self._decode([*anchor, *token_ids])
         return whole[len(before) :] if whole.startswith(before) else self._decode(token_ids)
+
+    def decode_spelled(self, token_ids: Sequence[int]) -> str:
+        """The same, with a `BREAK` in what a policy spelled out by other tokens than those added."""
+        text = self.decode_after(token_ids)
+        broken = self.speller.of_policy(text)
+        if broken == text:
+            return text
+        runs = [(added, self.decode_after([*run])) for added, run in groupby(token_ids, self.added_tokens.__contains__)]
+        pieces = [run if added else self.speller.of_policy(run) for added, run in runs]
+        return "".join(pieces) if "".join(run for _, run in runs) == text else broken
+
+    @cached_property
+    def _breaking(self) -> Any:
+        """A copy of what encodes that takes `BREAK`s out once it has looked for added tokens; None where there is no
+        such."""
+        from tokenizers import normalizers
+
+        copied = deepcopy(getattr(self.tokenizer, "backend_tokenizer", None))
+        if copied is not None:
+            own = [copied.normalizer] if copied.normalizer is not None else []
+            copied.normalizer = normalizers.Sequence([normalizers.Replace(BREAK, ""), *own])
+        return copied
+
+    def _added_among(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in token_ids if token in self.added_tokens]
 
     @cached_property
     def _anchors(self) -> dict[str, list[int]]:

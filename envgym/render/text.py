@@ -50,6 +50,7 @@ class RawRenderer(TextRenderer):
     """The messages' texts, one directly after the other, for prompts that are written as the model is to read them."""
 
     between = ""
+    others_answer = False
 
     @property
     def _bos_before_messages(self) -> bool:

@@ -33,6 +33,7 @@ from envgym.hashing import derived_seed, task_hash
 from envgym.isolation import cancellation
 from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
 from envgym.isolation.deadline import Deadline
+from envgym.loading import users_line
 from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed
@@ -51,6 +52,8 @@ FAILURES: dict[type[Exception], str] = {
     ResetNeeded: "invalid_environment",
 }
 """Kinds of failed episodes by the errors that end them. Any other error is the environment's."""
+STARTED_AT_ONCE = 1024
+"""Episodes that start before anything else has its turn, such as a signal that asks to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Runner:
         """Environments whose rewards are known to be no scores."""
         self._task_hash: tuple[Task | None, str] = (None, "")
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._starting = asyncio.Lock()
+        """Held by the call of `play` whose members are next to start."""
 
     async def play(
         self,
@@ -110,13 +115,16 @@ class Runner:
         the groups, with their outcome. `on_progress` is told of each episode that ends: how many have, of how many
         that are played, and how many failed, by kind.
 
-        Episodes `kept` from an earlier call, by their group's id and member, are not played again. `on_episode` is
-        given each episode as it ends, and once more where its group is judged together or others show that its reward
-        is no score, and that changed it.
+        Members start as places (`rollout.concurrency`) are free. Episodes `kept` from an earlier call, by their group's
+        id and member, are not played again. `on_episode` is given each episode as it ends, and once more where its
+        group is judged together or others show that its reward is no score, and that changed it.
         """
-        kept, failures = kept or {}, Counter[str]()
-        groups = [Group(id, task, []) for id, task in group_ids(plan.purpose, tasks).items()]
-        done, total = 0, sum((group.id, n) not in kept for group in groups for n in range(plan.samples))
+        failures = Counter[str]()
+        groups = {name: Group(name, task, []) for name, task in group_ids(plan.purpose, tasks).items()}
+        kept = {key: old for key, old in (kept or {}).items() if key[0] in groups and key[1] < plan.samples}
+        for (name, _), old in kept.items():
+            groups[name].episodes.append(old)
+        done, total = 0, len(groups) * plan.samples - len(kept)
         waves, slots = None, self._slots  # of all that is played at the same time
         # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
         if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
@@ -125,41 +133,55 @@ class Runner:
             concurrency = min(most, self.spec.concurrency_bound() or most)
             waves, slots = Waves(self.engine, total, concurrency), asyncio.Semaphore(concurrency)
 
-        async def one(group: Group, member: int) -> Episode:
+        async def one(group: Group, member: int) -> None:
             nonlocal done
-            if (old := kept.get((group.id, member))) is not None:
-                return old
-            async with slots:
-                try:
-                    episode = await self._play_member(group, member, plan, waves)
-                finally:
-                    if waves is not None:
-                        waves.leave()
-                done += 1
-                if episode.failed:
-                    failures[episode.outcome.reason] += 1
-                if on_episode is not None:
-                    on_episode(episode)
-                if on_progress is not None:
-                    on_progress(done, total, failures)
-                return episode
+            try:
+                episode = await self._play_member(group, member, plan, waves)
+            finally:
+                if waves is not None:
+                    waves.leave()
+            group.episodes.append(episode)
+            done += 1
+            if episode.failed:
+                failures[episode.outcome.reason] += 1
+            if on_episode is not None:
+                on_episode(episode)
+            if on_progress is not None:
+                on_progress(done, total, failures)
 
-        jobs = [asyncio.create_task(one(group, member)) for group in groups for member in range(plan.samples)]
+        jobs: set[asyncio.Task[None]] = set()
+        ended_badly: list[asyncio.Task[None]] = []
+
+        def ended(job: asyncio.Task[None]) -> None:
+            slots.release()
+            jobs.discard(job)
+            if job.cancelled() or job.exception() is not None:
+                ended_badly.append(job)
+
         try:
-            episodes = await asyncio.gather(*jobs)
+            async with self._starting:
+                members = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in kept)
+                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not ended_badly, members)):
+                    await slots.acquire()
+                    jobs.add(job := asyncio.create_task(one(group, member)))
+                    job.add_done_callback(ended)
+                    if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                        await asyncio.sleep(0)
+            await asyncio.gather(*ended_badly, *jobs)
         finally:
-            for job in jobs:
+            for job in [*jobs]:
                 if not job.cancelling():  # a second time would interrupt an environment that is closing
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-        for index, group in enumerate(groups):
-            group.episodes = episodes[index * plan.samples : (index + 1) * plan.samples]
-        judged = await asyncio.gather(*(self.compare(group) for group in groups)) if self.agent.uses_policy else []
-        changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(groups))}
+        played = list(groups.values())
+        for group in played:
+            group.episodes.sort(key=lambda episode: episode.member)
+        judged = await asyncio.gather(*(self.compare(group) for group in played)) if self.agent.uses_policy else []
+        changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(played))}
         if on_episode is not None:
             for episode in changed.values():
                 on_episode(episode)
-        return groups
+        return played
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
@@ -240,7 +262,7 @@ class Runner:
 
     async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
         """The result of `playing` under the episode's deadline: an environment may raise anything at all."""
-        deadline = Deadline(self.config.episode_timeout)
+        deadline = Deadline(self.config.episode_timeout, f"{task.env or self.spec.id}: an episode")
         try:
             async with deadline:
                 episode = await playing
@@ -267,9 +289,9 @@ class Runner:
         for expected, kind in FAILURES.items():
             if isinstance(error, expected):
                 return Outcome.failed(kind, message, retryable=expected is CallTimeout)
-        return Outcome.failed(
-            "environment", f"{type(error).__name__}: {message}", retryable=bool(getattr(error, "retryable", False))
-        )
+        where = f" ({own})" if (own := users_line(error)) else ""
+        message = f"{type(error).__name__}: {message}{where}"
+        return Outcome.failed("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
     async def _close(self, env: CheckedEnv, is_left: bool) -> None:
         """Close it, whatever that raises: the episode is over and its outcome known."""
@@ -295,7 +317,7 @@ class Runner:
         if not finished:
             return []
         spec = self.spec.of(group.task)
-        deadline = Deadline(self.config.episode_timeout)
+        deadline = Deadline(self.config.episode_timeout, f"{spec.id}: score_group")
 
         async def asked() -> list[Judgement | Exception] | Outcome | None:
             try:

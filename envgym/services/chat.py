@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, missing_package
+from envgym.render.spelling import broken_up, by_others, rewritten
 from envgym.types import Message, as_messages
 
 from .client import ChatClient, Conversation
@@ -52,7 +53,7 @@ class ChatCompletions(JsonCaller):
 
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
         """The body of a request, with fields added or replaced by `extra`; those that are None are left out."""
-        written = [message.as_dict(arguments_as_text=True) for message in messages]
+        written = [rewritten(message, broken_up).as_dict(arguments_as_text=True) for message in messages]
         body = {"model": self._chat.model, "messages": written, **fields, **self._chat.extra}
         return {name: value for name, value in body.items() if value is not None}
 
@@ -118,7 +119,8 @@ class OpenAIChatClient(ChatClient):
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
     ) -> str:
-        body = self._api.body(as_messages(messages), max_tokens=max_tokens, temperature=temperature, seed=seed)
+        asked = by_others(as_messages(messages))
+        body = self._api.body(asked, max_tokens=max_tokens, temperature=temperature, seed=seed)
         repeatable = temperature == 0 or seed is not None
         return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from envgym.engines.base import Engine, Request, SamplingParams
 from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.render.spelling import by_others
 from envgym.types import Observation, as_messages
 
 from .client import ChatClient, Conversation
@@ -61,7 +62,7 @@ class PolicyClient(ChatClient):
             )
         bound = self._bound
         dialogue = bound.renderer.dialogue()
-        ids = dialogue.begin(Observation(messages=as_messages(messages)))
+        ids = dialogue.begin(Observation(messages=by_others(as_messages(messages))))
         stop = tuple(bound.renderer.stop_token_ids)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
         try:

@@ -11,6 +11,7 @@ from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
+from envgym.render.spelling import after_prompt, broken_up, rewritten
 from envgym.types import as_messages
 from envgym.workers.runtime import Runtime, WorkerHandle
 
@@ -160,7 +161,7 @@ class RewardEndpointClient(RewardClient):
         template = self._declared.template
         if isinstance(conversation, str):
             return Query(conversation, "", label)
-        messages = [message.as_dict() for message in as_messages(conversation)]
+        messages = [rewritten(message, broken_up).as_dict() for message in after_prompt(as_messages(conversation))]
         answer = str(messages[-1]["content"])
         prompt = "\n".join(str(message["content"]) for message in messages[:-1])
         if template is None:

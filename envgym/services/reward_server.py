@@ -100,7 +100,7 @@ def made_token(name: str) -> Iterator[tuple[str, str]]:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(token + "\n")
     except OSError as error:
         raise ConfigError(

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envgym.errors import ConfigError, missing_package
-from envgym.render import make_renderer
+from envgym.hub import find_on_hub
+from envgym.models import check_no_file
+from envgym.render import TextRenderer, make_renderer
+from envgym.render.spelling import after_prompt
 from envgym.training.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 
@@ -49,7 +52,7 @@ class RewardWorker:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
-        model = str(policy_of_run(folder)) if (folder := Path(model).expanduser()).is_dir() else model
+        model = _find_model(model)
         self._device = _roomiest_device()
         if dtype == "auto":
             dtype = "float32" if self._device.type == "cpu" else "bfloat16"
@@ -64,6 +67,7 @@ class RewardWorker:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         reads_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn"
         self._renderer = make_renderer(render, self._tokenizer) if reads_rows or render == "raw" else None
+        self._encoder = self._renderer or TextRenderer(self._tokenizer)
         self._max_length = max_length or _limit(self._config, self._tokenizer)
         self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
 
@@ -91,17 +95,19 @@ class RewardWorker:
         if isinstance(text, dict):
             return self._encode_steps(as_messages(text["before"]), text["steps"], is_last=text["is_last"])
         if not isinstance(text, str):
-            if self._renderer is not None and text and text[-1]["role"] == "assistant":
-                *before, answer = as_messages(text)
+            messages = after_prompt(as_messages(text))
+            if self._renderer is not None and messages and messages[-1].role == "assistant":
+                *before, answer = messages
                 dialogue = self._renderer.dialogue()
                 return [*dialogue.begin(Observation(messages=tuple(before))), *dialogue.add_demonstration(answer)]
+            written = [message.as_dict() for message in self._encoder.spelled(messages)]
             if tokenizer.chat_template:
-                rendered = tokenizer.apply_chat_template(text, tokenize=False)
-                return list(tokenizer.encode(rendered, add_special_tokens=False))  # templates write them themselves
-            text = as_text(text)
+                rendered = tokenizer.apply_chat_template(written, tokenize=False)
+                return self._encoder.encode(rendered)  # templates write special tokens themselves
+            text = as_text(written)
         # Text that was templated elsewhere has its first token already.
         has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-        ids = list(tokenizer.encode(text, add_special_tokens=not has_bos))
+        ids = self._encoder.encode(text, add_special_tokens=not has_bos)
         if tokenizer.eos_token_id is None:
             return ids
         # Models trained on plain text read their reward at one end-of-sequence token, and encoders end with it too.
@@ -115,7 +121,7 @@ class RewardWorker:
             raise ConfigError(f"{self._name} is no process reward model that was trained here")
         dialogue = self._renderer.dialogue()
         ids = list(dialogue.begin(Observation(messages=tuple(before))))
-        for number, step in enumerate(steps, 1):
+        for number, step in enumerate(map(self._renderer.speller.of_policy, steps), 1):
             if is_last and number == len(steps):
                 return [*ids, *dialogue.add_demonstration(step)]
             ids += dialogue.add_observation(Observation(text=step)).token_ids
@@ -155,17 +161,25 @@ def as_text(messages: Sequence[dict[str, Any]]) -> str:
     return "\n".join(texts[:-1]) + texts[-1]
 
 
+def _find_model(name: str) -> str:
+    """A folder of the model, or a name of the hub: what libraries load."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(policy_of_run(path))
+    check_no_file(name)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigError(f"there is no reward model folder {name} (and on the hub a name is of the form ORG/NAME)")
+    return find_on_hub(name)
+
+
 def _load(name: str, dtype: str) -> Any:
     """The model. Raises `ConfigError` where it does not load or is not a reward model."""
     import torch
     import transformers
 
-    path = Path(name).expanduser()
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
-        raise ConfigError(f"there is no reward model folder {name} (and on the hub a name is of the form ORG/NAME)")
     try:
         model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
-            str(path) if path.is_dir() else name, dtype=getattr(torch, dtype), output_loading_info=True
+            name, dtype=getattr(torch, dtype), output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -85,13 +85,14 @@ class SourceConfig(Settings):
         """Write no defaults out: what a source leaves unset is as the others have it."""
         return {name: value for name, value in serialize(self).items() if name in self.model_fields_set}
 
-    def check_paths(self) -> None:
-        """Raise `DataError` for a path at which there is nothing."""
-        for path in (self.path, self.test_path):
+    def check_paths(self, key: str = "data") -> None:
+        """Raise `DataError` for a path at which there is nothing; `key`: where these settings stand."""
+        for name, path in (("path", self.path), ("test_path", self.test_path)):
             if path is None or path.startswith("stage:") or is_hub_id(path):  # what an earlier stage is yet to leave
                 continue
             if not Path(path.rpartition(":")[0] if is_generator(path) else path).exists():
-                raise DataError(f"there is no file {path}; a data set of a hub is downloaded to a folder first")
+                hint = "" if set(path) & {".", "/"} else " (the name of a data set of the hub is ORG/NAME)"
+                raise DataError(f"{key}.{name}: there is no file or folder {path}{hint}")
 
 
 class MixedSourceConfig(SourceConfig):
@@ -132,10 +133,10 @@ class DataConfig(SourceConfig):
         common.pop("test_path", None)
         return {name: MixedSourceConfig(**{**common, **source.model_dump()}) for name, source in self.sources.items()}
 
-    def check_paths(self) -> None:
-        super().check_paths()
-        for source in self.sources.values():
-            source.check_paths()
+    def check_paths(self, key: str = "data") -> None:
+        super().check_paths(key)
+        for name, source in self.sources.items():
+            source.check_paths(f"{key}.sources.{name}")
 
 
 def is_generator(path: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from envgym.env import TaskSet
@@ -12,6 +13,15 @@ from envgym.hashing import derived_seed
 from envgym.types import Group, Task
 
 from .curriculum import Curriculum
+
+
+async def tasks_at(tasks: TaskSet, places: Iterable[int]) -> list[Task]:
+    """The tasks at these places. After each, whatever else waits has its turn, such as a signal that asks to stop."""
+    drawn = []
+    for place in places:
+        drawn.append(await tasks.get(place))
+        await asyncio.sleep(0)
+    return drawn
 
 
 class TaskCursor:
@@ -34,7 +44,7 @@ class TaskCursor:
         """The next `count` tasks."""
         taken: list[Task] = []
         while len(taken) < count:
-            task = await self._tasks.get(self._index())
+            [task] = await tasks_at(self._tasks, [self._index()])
             if self._curriculum is None or not self._curriculum.passes_over(task):
                 taken.append(task)
         return taken

@@ -10,6 +10,7 @@ from pathlib import Path
 from envgym.disk import cache_folder, publish, unfinished
 from envgym.errors import DataError, missing_package
 from envgym.hashing import DIGITS
+from envgym.hub import ask_hub
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
@@ -30,10 +31,12 @@ def fetched(name: str) -> Path:
         raise missing_package("datasets", "datasets", f"{name}, a data set of the hub,") from None
     of, _, config = name.partition(":")
     datasets.disable_progress_bars()
+    if problem := ask_hub(of, "README.md", "dataset"):
+        datasets.config.HF_HUB_OFFLINE = True  # what was fetched before, and no waiting for the network
     try:
         found = datasets.load_dataset(of, config or None)
     except Exception as error:  # `datasets` raises errors of many libraries below it
-        reason = " ".join(str(error).split())[:300]
+        reason = f"the hub cannot be reached ({problem})" if problem else " ".join(str(error).split())[:300]
         raise DataError(f"there is no file {name}, and as a data set of the hub it cannot be had: {reason}") from None
     version = hashlib.sha256(json.dumps(found.cache_files, sort_keys=True).encode()).hexdigest()[:DIGITS]
     folder = cache_folder("datasets") / f"{re.sub(r'[^A-Za-z0-9.-]', '-', name)}-{version}"

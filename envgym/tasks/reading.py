@@ -18,6 +18,9 @@ PROMPT_FIELDS = ("prompt", "question", "problem", "input", "query", "messages")
 ANSWER_FIELDS = (
     "answer", "answers", "solution", "label", "target", "ground_truth", "gold", "expected_answer", "output", "response",
 )  # fmt: skip
+UsualFields = tuple[Sequence[str], Sequence[str]]
+"""Names of the prompt's field and of the answer's; the first that the first row has is taken."""
+USUAL_FIELDS: UsualFields = (PROMPT_FIELDS, ANSWER_FIELDS)
 Form = Callable[[Row, str], Row]
 """An environment's reading of a row that is in another program's form, before fields are read from it: a row with a
 prompt, an answer and so on. Gets the row and its place, for a `DataError`."""
@@ -30,17 +33,20 @@ class TaskReader:
     """Makes tasks of a source's rows. The first row it reads decides which of several names a field has.
 
     `answer_required`: an answer must be there, and be text or a number; else it may be any value, or missing.
-    `prefix` goes before every id. A row that is read in another `form` is in the task's fields as it stands, whole;
-    its prompt may be empty, as another program may say more.
+    `usual` are the names that the two fields may have where the source gives none. `prefix` goes before every id. A row
+    that is read in another `form` is in the task's fields as it stands, whole; its prompt may be empty, as another
+    program may say more.
     """
 
     def __init__(
-        self, source: SourceConfig, *, answer_required: bool, prefix: str = "", form: Form | None = None
-    ) -> None:
+        self, source: SourceConfig, *, answer_required: bool, prefix: str = "", form: Form | None = None,
+        usual: UsualFields = USUAL_FIELDS,
+    ) -> None:  # fmt: skip
         self._source = source
         self._form = form
         self._answer_required = answer_required
         self._prefix = prefix
+        self._usual_prompts, self._usual_answers = usual
         self._fields: tuple[str | None, str | None] | None = None
 
     @property
@@ -89,15 +95,15 @@ class TaskReader:
             return None  # it names all the fields it is made of
         if len(names) == 1:
             return names[0]
-        return _first(row, names or PROMPT_FIELDS, "prompt", where)
+        return _first(row, names or self._usual_prompts, "prompt", where)
 
     def _answer_field(self, row: Row, where: str) -> str | None:
         names = self._source.answer
         if len(names) == 1:
             return names[0]
-        if not names and not self._answer_required and not any(name in row for name in ANSWER_FIELDS):
+        if not names and not self._answer_required and not any(name in row for name in self._usual_answers):
             return None
-        return _first(row, names or ANSWER_FIELDS, "answer", where)
+        return _first(row, names or self._usual_answers, "answer", where)
 
     def _answer(self, row: Row, name: str | None, where: str) -> Any:
         if name is None:

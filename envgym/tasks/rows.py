@@ -88,7 +88,7 @@ class JsonLines(Rows):
         try:
             row = json.loads(self.text(index))
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.where(index)}: not JSON: {error.msg} at column {error.colno}") from None
+            raise DataError(f"{self.where(index)}: not JSON: {_problem(error)}") from None
         except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets 10,000 deep
             raise DataError(f"{self.where(index)}: not usable JSON: {error}") from None
         if not isinstance(row, dict):
@@ -195,6 +195,14 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
         raise IndexError(index)
     number = bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
+
+
+def _problem(error: json.JSONDecodeError) -> str:
+    """The problem of a line that is not JSON. One that breaks off does so at its end, wherever its last text began."""
+    end = len(error.doc.rstrip())
+    if error.pos >= end or error.msg.startswith("Unterminated string"):
+        return f"it breaks off at its end, column {end}: …{error.doc[:end][-20:]}"
+    return f"{error.msg} at column {error.colno}"
 
 
 def _read_table(path: Path) -> Any:

@@ -11,7 +11,7 @@ from envgym.errors import ConfigError
 from envgym.types import Task
 
 from .config import DataConfig
-from .reading import Form
+from .reading import USUAL_FIELDS, Form, UsualFields
 from .split import TaskSplits, load_tasks
 
 
@@ -46,6 +46,8 @@ class DataEnvSpec(EnvSpec):
     config: DataEnvConfig
     answer_required: ClassVar[bool] = True
     """True if every row must have an answer, text or a number; else it may be any value, or missing (None)."""
+    usual: ClassVar[UsualFields] = USUAL_FIELDS
+    """Names that the fields of prompt and answer may have where the settings give none."""
 
     given: TaskSet | None = None
     """Tasks that are at hand, such as those of saved episodes: posed, in every split, where no data is given."""
@@ -55,7 +57,7 @@ class DataEnvSpec(EnvSpec):
     async def setup(self) -> None:
         if self.config.data is not None:
             self._splits = await asyncio.to_thread(
-                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form()
+                load_tasks, self.config.data, answer_required=self.answer_required, form=self.form(), usual=self.usual
             )
 
     async def teardown(self) -> None:

@@ -19,7 +19,7 @@ from envgym.types import Task
 from .config import DataConfig, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved
-from .reading import KEYS, Form, TaskReader, key_of
+from .reading import KEYS, USUAL_FIELDS, Form, TaskReader, UsualFields, key_of
 from .rows import Rows, locate, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
@@ -34,14 +34,17 @@ class TaskSplits:
     test: TaskSet
 
 
-def load_tasks(config: DataConfig, *, answer_required: bool = True, form: Form | None = None) -> TaskSplits:
+def load_tasks(
+    config: DataConfig, *, answer_required: bool = True, form: Form | None = None, usual: UsualFields = USUAL_FIELDS
+) -> TaskSplits:
     """Read and split the tasks that `config` describes. Every row is checked, but for those of an endless generator.
 
     With `answer_required` each row has an answer, text or a number; else it may be any value, or be missing (None).
-    Rows in another program's form are read through `form`. Raises `DataError` naming the file and the line of what is
-    wrong. Reads whole files: call it in a thread.
+    Rows in another program's form are read through `form`. `usual` are the names that prompt and answer may have where
+    the settings give none. Raises `DataError` naming the file and the line of what is wrong. Reads whole files: call it
+    in a thread.
     """
-    reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form)
+    reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, usual=usual)
     sources: list[_Source] = []
     for name, settings in config.each().items():
         kind = _Endless if settings.endless else _Finite

@@ -3,6 +3,7 @@ makes a model from nothing; and the one that a stage starts from."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from envgym import hub
 from envgym.config.recipes import load_recipe, makes_model, read_yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import cache_folder, publish, unfinished
 from envgym.errors import ConfigError, EnvgymError
-from envgym.models import is_path
+from envgym.models import check_no_file, is_path
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
 from envgym.models.lora import ADAPTER_CONFIG
 from envgym.render import load_tokenizer
-from envgym.settings import validated
+from envgym.settings import Settings, validated
 
 from .launch import make_runtime, prepared, start_components, start_role
 from .run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 
 CORPUS_TASKS = 2000
 """Training tasks whose text a new tokenizer learns its merges from."""
+
+
+class _NewModel(Settings):
+    """The key of a recipe that makes a model."""
+
+    new_model: FreshModelConfig
 
 
 async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
@@ -50,10 +58,11 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
         if not (path / "config.yaml").exists():
             raise ConfigError(f"{name} holds no model: there is no config.json in it, and it is no run's folder")
         return str(policy_of_run(path))
+    check_no_file(name)
     if is_path(name):
         raise ConfigError(f"model folder {name} does not exist.{_other_checkpoints(path)}".removesuffix("."))
-    display.phase(f"looking for {name} on the Hugging Face hub (there is no such folder here)")
-    return name
+    display.phase(f"looking for {name} on the Hugging Face hub, for up to {hub.SECONDS:g} s (there is no folder here)")
+    return await asyncio.to_thread(hub.find_on_hub, name)
 
 
 def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfig:
@@ -80,10 +89,11 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
 
 
 def made_model(name: str) -> Path:
-    """The folder of the model that a recipe makes, which may be yet to come."""
+    """The folder of the model that a recipe makes, which may be yet to come. Only what stands in the recipe counts: new
+    contents of a data file that it names make no new model."""
     makes_it = {key: value for key, value in load_recipe(name).items() if key != "model_settings"}
     key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
-    return cache_folder("models") / f"{name}-{key}"
+    return cache_folder("models") / f"{Path(name).stem}-{key}"
 
 
 async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
@@ -95,13 +105,19 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
         return final
     with unfinished(final) as work:
         fresh = work / "fresh"
-        config = resolve({"model": str(fresh), "runtime": runtime, "name": name, "runs_dir": str(work)}, recipe=name)
+        run = {"model": str(fresh), "runtime": runtime, "name": "warm_up", "runs_dir": str(work)}
+        try:
+            size = validated(_NewModel, {"new_model": recipe["new_model"]}).new_model
+            config = resolve(run, recipe=name)
+        except EnvgymError as error:
+            raise ConfigError(f"recipe {name}: {error}") from None
+        if len(config.stages) > 1:
+            raise ConfigError(f"recipe {name}: a model is warmed up in one stage, not in {len(config.stages)}")
         stage = config.stages[0]
         display.phase(f"making {name}: a tokenizer and random weights")
-        folder = RunFolder(work / name)
+        folder = RunFolder(work / "warm_up")
         folder.create()
         async with prepared(config, stage, folder) as context:
-            size = validated(FreshModelConfig, recipe["new_model"], f"recipe {name}: new_model")
             make_fresh_model(fresh, size, await text_of(context.spec, CORPUS_TASKS), config.seed)
             components = await start_components(config, stage, context, str(fresh), display)
             display.phase(f"making {name}: warming it up, once (kept in {final.parent})")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
 from envgym.config.schema import Component, RoleConfig, RunConfig, StageConfig
-from envgym.engines import choose_engine
+from envgym.engines import TARGETS, choose_engine
 from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
@@ -27,7 +27,7 @@ from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
 from envgym.workers.runtime import InlineRuntime, Runtime
 
-from .placement import ENGINE, PlacedRuntime, placed
+from .placement import ENGINE_SHARES, PlacedRuntime, placed
 from .pretraining import Pretraining
 from .run_folder import RunFolder
 from .transfer import FileTransfer, make_transfer
@@ -148,7 +148,8 @@ async def start_components(
     pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
     bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
     sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
-    sharing = roles_in_turns(stage, context.runtime)
+    plan = context.runtime.plan if isinstance(context.runtime, PlacedRuntime) else None
+    sharing = [part.name for part in plan.parts if part.in_turns] if plan else []
     if agent.uses_policy:
         sampling = asyncio.create_task(
             start_sampling(
@@ -182,23 +183,16 @@ async def start_components(
         is_float32 = workers["actor"].info["dtype"] == "float32"
         tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
         shared = Path(config.runs_dir, config.name or "", "transfer")
-        files = FileTransfer(workers["actor"], shared, stage.sync.bucket_megabytes * 2**20)
+        bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
+        files = FileTransfer(workers["actor"], shared, bucket, checkpoint=by_vllm)
         transfer = make_transfer(stage.sync, workers["actor"], files, workers_per_engine=stage.engine.tensor_parallel)
         quantized = adapters["actor"].quantize != "none"
-        in_turns = {role: workers[role] for role in sharing if role in workers}
+        in_turns = {role: workers[role] for role in sharing}
         turns = Turns(engine, in_turns, keeps_weights=adapters["actor"].rank > 0)
         sync = WeightSync(engine, workers["actor"], renderer, tolerance, transfer, files, turns, quantized)
     runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
     params = stage.rollout.sampling(renderer.stop_token_ids)
     return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
-
-
-def roles_in_turns(stage: StageConfig, runtime: Runtime) -> list[str]:
-    """The roles that share GPUs with the engine in turns, as the settings ask for."""
-    if stage.colocate == "auto" or not isinstance(runtime, PlacedRuntime):
-        return []
-    plan = runtime.plan
-    return [part.name for part in plan.parts if part.name != ENGINE and plan.shares_gpus(part.name, ENGINE)]
 
 
 async def start_role(
@@ -292,6 +286,7 @@ async def start_engine(
         "concurrency": episodes_at_once(stage),
         "lora_rank": lora_rank,
         "sleeps": sleeps,
+        "gpu_share": runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["at once"],
         "engine_args": own,
     }
     # Sampling and learning alternate, so each may use every core.

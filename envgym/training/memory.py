@@ -8,12 +8,16 @@ al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (202
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from envgym.config.recipes import makes_model
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
+from envgym.env import EnvSpec
+from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
 from envgym.models import is_path
 from envgym.workers.config import WorkersConfig
@@ -32,6 +36,9 @@ DEEPSPEED = 40 * 2**20
 """Bytes of its own."""
 KEPT_LONGER = 1.2
 """Share of activations in ZeRO stage 3, whose gathered parameters are held beside them."""
+EPISODE_BYTES = 3_400
+"""Host memory of an episode of one turn and one token, the least that one takes, as `tests/agents/test_multi_turn.py`
+measures it. Each further token takes 15 to 35 bytes, and learning from the episode 2,000 and more."""
 LIBRARIES = {"rank": 0.6 * GIB, "engine": 1.0 * GIB}
 """Host memory of a process before it has a model: a rank's, and an engine's."""
 CPU_CACHE = 2 * GIB
@@ -53,22 +60,29 @@ class ModelSizes:
 
     @classmethod
     def of(cls, folder: Path) -> ModelSizes | None:
-        """Those of a model folder; None where it holds no config. Without weights parameters are counted as a dense
-        model of gated layers (Llama, Qwen) has them."""
+        """Those of a model folder; None where it holds no config, or none that can be counted. Without weights
+        parameters are those of the model that transformers would make; one that it does not know is counted as a dense
+        model of gated layers (Llama, Qwen)."""
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
+        counted = _numbers_of_files(folder)
+        if not counted and "model_type" in config:
+            counted = _numbers_of_config(folder)
         config = config.get("text_config", config)
         hidden, layers, vocabulary = (config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
         heads = config["num_attention_heads"]
         head = config.get("head_dim") or hidden // heads
         kv = head * config.get("num_key_value_heads", heads)
         inner = config.get("intermediate_size") or 4 * hidden
-        layer = hidden * (2 * head * heads + 2 * kv) + 3 * hidden * inner + 2 * hidden
-        tables = 1 if config.get("tie_word_embeddings") else 2
-        counted = _numbers_of_files(folder) or layers * layer + tables * vocabulary * hidden + hidden
-        return cls(counted, hidden, layers, inner, vocabulary, kv)
+        if per_token := config.get("num_experts_per_tok"):
+            inner = per_token * (config.get("moe_intermediate_size") or inner)
+        elif not counted:
+            layer = hidden * (2 * head * heads + 2 * kv) + 3 * hidden * inner + 2 * hidden
+            tables = 1 if config.get("tie_word_embeddings") else 2
+            counted = layers * layer + tables * vocabulary * hidden + hidden
+        return cls(counted, hidden, layers, inner, vocabulary, kv) if counted else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +108,11 @@ def of_rank(
 ) -> Memory:
     """A rank of a role. No learner: it only scores. `trained_share`: of the parameters, the share that learns (with an
     adapter, little)."""
-    in_16_bits = settings.dtype in ("bfloat16", "float16") or (settings.dtype == "auto" and on_gpu)
-    width = 2 if in_16_bits else 4
+    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    width = 4 if dtype == "float32" else 2
     numbers = sizes.parameters / settings.tensor_parallel
     ranks = max(1, settings.ranks // settings.tensor_parallel)
-    stage = settings.zero_stage if learner is not None else 3 * settings.partitions(trained=False)
-    if learner is not None and in_16_bits:
-        stage = max(1, stage)
+    stage = settings.runs_as(dtype, trained=learner is not None)
     parts = {"weights": numbers * width / (ranks if stage == 3 else 1)}
     host = 0.0
     if learner is not None:
@@ -131,14 +143,14 @@ def _activations(sizes: ModelSizes, settings: WorkersConfig, width: int, *, lear
     return width * tokens * (kept + 6 * sizes.hidden) / settings.tensor_parallel + 4 * logits
 
 
-def of_engine(sizes: ModelSizes, stage: StageConfig, gpu_bytes: int | None) -> Memory:
+def of_engine(sizes: ModelSizes, stage: StageConfig, plan: Plan, gpu_bytes: int | None) -> Memory:
     """An engine, or each GPU of one: weights, and a cache for keys and values. On a GPU it takes its share whole."""
     in_16_bits = stage.engine.dtype in ("bfloat16", "float16") or gpu_bytes is not None
     weights = sizes.parameters * (2 if in_16_bits else 4) / stage.engine.tensor_parallel
     if gpu_bytes is None:
         cache = float(stage.engine.args.get("kv_cache_memory_bytes", CPU_CACHE))
     else:
-        share = float(stage.engine.args.get("gpu_memory_utilization", 0.5 if stage.colocate == "auto" else 0.85))
+        share = float(stage.engine.args.get("gpu_memory_utilization", plan.engine_share()))
         cache = max(0.0, share * gpu_bytes - weights)
     return Memory({"weights": weights, "cache": cache})
 
@@ -193,7 +205,7 @@ class Needs:
         slot = self._slots(part)[0]
         on_gpu = bool(slot.gpus)
         if part == ENGINE:
-            return of_engine(sizes, stage, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
+            return of_engine(sizes, stage, self._plan, self._plan.nodes[slot.node].gpu_bytes if on_gpu else None)
         if role is None:  # a reward model
             return Memory({"weights": sizes.parameters * (2.0 if on_gpu else 4.0)})
         lora = stage.lora_of(part, role)
@@ -221,10 +233,8 @@ class Needs:
 
     def _together(self, parts: Sequence[str]) -> float:
         sizes = {part: memory.total * parts.count(part) for part in parts if (memory := self.of(part)) is not None}
-        if ENGINE in sizes and self._stage.colocate != "auto":
-            engine = sizes.pop(ENGINE)
-            return max(engine, sum(sizes.values()))
-        return sum(sizes.values())
+        in_turns = sum(sizes.pop(part.name, 0.0) for part in self._plan.parts if part.in_turns)
+        return max(in_turns, sizes.pop(ENGINE, 0.0)) + sum(sizes.values())
 
     def _on_host(self, part: str, on_gpu: bool) -> float:
         memory = self.of(part)
@@ -232,6 +242,36 @@ class Needs:
         if memory is None:
             return own
         return own + (memory.host if on_gpu else memory.total)
+
+
+def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
+    """Refuse a stage that would hold more episodes at once than `check_room` lets it, in a step or an evaluation."""
+    config, samples = stage.rollout, stage.agent_config()[0].uses_policy
+    of_each = config.group_size if samples else spec.recordings
+    check_room("a step (rollout.tasks, rollout.group_size)", config.tasks * (1 + config.max_staleness), of_each)
+    if stage.eval.every:
+        size, of_each = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings
+        count = stage.eval.tasks if size is None else min(stage.eval.tasks, size)
+        check_room("an evaluation (eval.tasks, eval.samples)", count, of_each)
+
+
+def check_room(what: str, tasks: int, of_each: int) -> None:
+    """Refuse to hold `of_each` episodes of `tasks` tasks where even the smallest would take more than half of the free
+    memory; `what` they are for. Raises `ConfigError`."""
+    free, needed = free_memory(), tasks * of_each * EPISODE_BYTES
+    if 2 * needed > free:
+        raise ConfigError(
+            f"{what} of {tasks:,} tasks, {of_each:,} episodes of each, would take {needed / GIB:,.1f} GiB of memory or "
+            f"more, {EPISODE_BYTES:,} bytes an episode: it may take half of the {free / GIB:.1f} GiB that are free, "
+            f"{free // 2 // EPISODE_BYTES:,} episodes"
+        )
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that a process could have; all of its memory, where that is not to be read."""
+    whole, info = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/proc/meminfo")
+    lines = info.read_text(encoding="ascii").splitlines() if info.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), whole)
 
 
 def model_folder(name: str) -> Path:
@@ -256,6 +296,21 @@ def _adapter_numbers(sizes: ModelSizes, rank: int) -> float:
     """Parameters of an adapter on every linear layer of a dense model."""
     attention = 4 * sizes.hidden + 2 * (sizes.hidden + sizes.key_value_width)
     return sizes.layers * rank * (attention + 3 * (sizes.hidden + sizes.intermediate))
+
+
+@cache
+def _numbers_of_config(folder: Path) -> int:
+    """Parameters of the model that transformers would make by a folder's config, without memory for them; 0 where it
+    knows none. Takes seconds: torch is loaded for it."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except Exception:  # of code for many models, some of which want numbers while they are made
+        return 0
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _numbers_of_files(folder: Path) -> int:

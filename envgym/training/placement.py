@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from envgym.errors import ConfigError, did_you_mean
 from envgym.services.start import local_models
 from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
-from envgym.workers.runtime import Runtime, Slot, WorkerHandle
+from envgym.workers.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 
 ENGINE, REWARD = "engine", "reward"
+
+ENGINE_SHARES = {"alone": 0.9, "in turns": 0.85, "at once": 0.5}
+"""The share of a GPU's memory that engines on it take: in turns with others, whose libraries hold on to some of it, or
+at once with them. vLLM's own is 0.92."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Processes that do one thing: the ranks of a role, the engines, a reward model. `gpus`: of each process."""
+    """Processes that do one thing: the ranks of a role, the engines, a reward model. `gpus`: of each process.
+    `in_turns`: it takes turns with the engine."""
 
     name: str
     workers: tuple[str, ...]
     gpus: float = 1.0
     nodes: int | None = None
+    in_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,19 @@ class Plan:
     def shares_gpus(self, one: str, other: str) -> bool:
         return any(one in pool and other in pool for pool in self.pools)
 
+    def gpus_of(self, name: str) -> list[tuple[int, int]]:
+        """(machine, GPU) of each process of a part, in their order."""
+        workers = [worker for part in self.parts if part.name == name for worker in part.workers]
+        return [(self.slots[worker].node, gpu) for worker in workers for gpu in self.slots[worker].gpus]
+
+    def engine_share(self) -> float:
+        """The share of each of its GPUs' memory that an engine takes, for weights and cache."""
+        own = self.gpus_of(ENGINE)
+        others = [part for part in self.parts if part.name != ENGINE]
+        beside = [part.in_turns for part in others if not set(own).isdisjoint(self.gpus_of(part.name))]
+        kind = "alone" if not beside else "in turns" if all(beside) else "at once"
+        return ENGINE_SHARES[kind] / max(map(own.count, own), default=1)
+
 
 def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], *, trains: bool = True) -> Plan:
     """The plan of a stage on these machines. `services`: the names of its environment's local workers. Without `trains`
@@ -85,23 +104,43 @@ def plan_of(stage: StageConfig, services: Sequence[str], nodes: Sequence[Node], 
         raise ConfigError(f"colocate: {twice[0]} is in two sets, and can share the GPUs of one")
     if stage.colocate == "auto":
         try:
-            return place(parts, nodes, [])
+            plan = place(parts, nodes, [])
         except ConfigError:
-            return place(parts, nodes, [known])
-    return place(parts, nodes, [known] if stage.colocate == "all" else sets)
+            plan = place(parts, nodes, [known])
+    else:
+        plan = place(parts, nodes, [known] if stage.colocate == "all" else sets)
+    _check_transfer(stage.sync.transfer, plan)
+    return plan
+
+
+def _check_transfer(transfer: str, plan: Plan) -> None:
+    """Refuse a way for weights between GPUs that these GPUs have not."""
+    engines, ranks = plan.gpus_of(ENGINE), plan.gpus_of("actor")
+    if not engines or not ranks:
+        return
+    if transfer == "nccl" and ranks[0] in engines:
+        raise ConfigError(
+            "sync.transfer=nccl: the engine and the actor share a GPU, which NCCL refuses: take cuda_ipc, or give the "
+            "engine GPUs of its own (colocate=none)"
+        )
+    if transfer == "cuda_ipc" and not set(engines) <= set(ranks):
+        raise ConfigError(
+            "sync.transfer=cuda_ipc: the engine has a GPU without a rank of the actor, whose weights it cannot see: "
+            "take nccl, or let them share GPUs (colocate=all)"
+        )
 
 
 def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True) -> list[Part]:
     """The parts of a stage that run as processes of their own."""
 
-    def part(name: str, workers: Sequence[str], gpus: float = 1.0) -> Part:
+    def part(name: str, workers: Sequence[str], gpus: float = 1.0, *, in_turns: bool = False) -> Part:
         own = stage.placement.get(name, PlacementConfig())
         if own.nodes is not None and len(workers) % own.nodes:
             raise ConfigError(
                 f"placement.{name}.nodes={own.nodes} does not divide its {len(workers)} process"
                 f"{'es' * (len(workers) > 1)}"
             )
-        return Part(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes)
+        return Part(name, tuple(workers), gpus if gpus > 1 else own.gpus, own.nodes, in_turns)
 
     parts = []
     if stage.agent_config()[0].uses_policy and stage.engine.kind != "openai":
@@ -113,7 +152,8 @@ def parts_of(stage: StageConfig, services: Sequence[str], *, trains: bool = True
         roles = learner_class(learner_config).roles
         for role in roles:
             if not stage.is_base(role, roles) and stage.roles.get(role, RoleConfig()).base_url is None:
-                parts.append(part(role, [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]))
+                ranks = [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]
+                parts.append(part(role, ranks, in_turns=stage.takes_turns(role)))
     return parts + [part(name_of_service(worker, services), [worker]) for worker in services]
 
 
@@ -196,7 +236,8 @@ def nodes_of(runtime: Runtime | None = None, *, free: bool = False) -> list[Node
     the GPUs that others hold."""
     if isinstance(runtime, RayRuntime):
         return [Node(name, gpus, None, memory) for name, gpus, memory in runtime.nodes(free=free)]
-    return [this_machine()]
+    node = this_machine()
+    return [replace(node, gpus=min(1, node.gpus)) if isinstance(runtime, InlineRuntime) else node]
 
 
 def this_machine() -> Node:
@@ -218,7 +259,7 @@ def _gpu_bytes() -> int | None:
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+    answer = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=False).stdout.split()
     sizes = [int(size) for size in answer if size.isdecimal()]
     return min(sizes) * 2**20 if sizes else None
 

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import json
-import math
 import os
 import shutil
 import threading
@@ -24,6 +23,7 @@ import yaml
 from envgym.config.recipes import read_yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
+from envgym.config.words import LENGTHS
 from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import holds_episodes
@@ -38,9 +38,11 @@ from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_i
 from .checkpoints import Progress, set_aside
 from .find_model import fetch_model, with_results
 from .launch import Components, StageContext, prepared, start_components
+from .memory import check_episodes
 from .run_folder import STOP, RunFolder, stage_folders
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
+from .update import steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -90,7 +92,7 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     summary: dict[str, Any] = {}
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
-        if summary.get("status") == "completed" and (stage.epochs or summary["steps"] >= stage.steps):
+        if summary.get("status") == "completed" and summary["steps"] >= (stage.steps or 0):
             continue
         ready = with_results(stage, config, folder)
         if stage.do == "train":
@@ -128,8 +130,8 @@ def _run_to_end(config: RunConfig, stage: StageConfig, folder: RunFolder, displa
         newest = folder.last_checkpoint()
         try:
             return event_loop.run(_run_stage(config, stage, folder, display))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt(_stopped_early(config.name or "", folder)) from None
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:
+            raise KeyboardInterrupt(str(error) or _stopped_early(config.name or "", folder)) from None
         except CheckpointDamaged as error:
             older = None if newest is None else set_aside(folder, newest)
             if older is None:
@@ -199,7 +201,7 @@ def _save_changes(file: Path, config: RunConfig) -> None:
         for role, own in new["roles"].items():
             if own["workers"] or role in old["roles"]:
                 old["roles"].setdefault(role, {})["workers"] = own["workers"]
-    saved["stages"][-1]["steps"] = now["stages"][-1]["steps"]
+    saved["stages"][-1] |= {key: now["stages"][-1][key] for key in LENGTHS}
     if saved != before:
         write_atomically(file, yaml.safe_dump(saved, sort_keys=False))
 
@@ -236,12 +238,13 @@ def resume_config(
     last = config.stages[-1]
     if steps is not None:
         wanted = resolve({"steps": steps}, file=folder / "config.yaml").stages[-1].steps
+        assert wanted is not None
         taken = max(
             (record["step"] for record in stage_folders(folder, config.stage_names)[-1].read_metrics()), default=0
         )
         if wanted != last.steps and wanted <= taken:
             raise RunError(f"run {folder} has taken {taken} steps: to go on, give steps a greater number")
-        last.steps = wanted
+        last.steps, last.epochs = wanted, None
     return config
 
 
@@ -264,13 +267,14 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                 context = await stack.enter_async_context(prepared(config, stage, folder))
                 is_held_out = has_held_out(context.spec, needed=bool(stage.eval.every))
                 check_recordings(stage, context.spec)
-                if stage.epochs is not None:
-                    stage.steps = steps_of(stage.epochs, context.spec.tasks("train").size, stage.rollout.tasks)
+                steps_of(stage, context.spec.tasks("train").size)  # `epochs` of what has no end are refused now
+                check_episodes(stage, context.spec)
                 model = await fetch_model(stage.model, config, display)
                 for own in stage.roles.values():
                     if own.model and own.base_url is None:
                         own.model = await fetch_model(own.model, config, display)
                 components = await start_components(config, stage, context, model, display)
+                folder.keep_tokenizer(components.runner.agent.renderer.tokenizer)
                 starting = Trainer(config, stage, components, folder, display)
                 starting.checkpoints.began = began
                 folder.rewind(-1 if kept is None else kept["progress"]["step"])
@@ -333,13 +337,6 @@ def check_recordings(stage: StageConfig, spec: EnvSpec) -> None:
             f"learner {stage.learner.name} compares answers to one task, and the data of {spec.id} have one for each: "
             "it wants preferences, rows with a chosen and a rejected answer"
         )
-
-
-def steps_of(epochs: float, n_tasks: int | None, tasks_a_step: int) -> int:
-    """Loop steps that pass `epochs` times over the tasks; a step that is begun is taken whole."""
-    if n_tasks is None:
-        raise ConfigError("epochs are passes over the training tasks, which have no end here: set steps")
-    return max(1, math.ceil(epochs * n_tasks / tasks_a_step))
 
 
 async def _save_models(stage: StageConfig, components: Components, folder: RunFolder) -> None:

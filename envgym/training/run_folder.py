@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from envgym.config.recipes import read_yaml
 from envgym.config.schema import stage_name
-from envgym.disk import flush_to_disk, write_atomically
+from envgym.disk import flush_to_disk, replacing, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.types import Group
@@ -35,6 +36,7 @@ class RunFolder:
     learned/          what learning made of its tokens, likewise: advantages, the trainer's log-probabilities
     events/           when its episodes waited, were sampled and stepped, and the step's phases: lines of JSON
     checkpoints/      what the run resumes from; `best` is a link to the best of them
+    tokenizer.json    what turns its tokens into text, from the start
     model/            the policy at the end, as a Hugging Face folder
     model_ema/        the moving average of its weights, where `learner.ema_decay` asks for one
     adapter/          what it learned, where that is a LoRA adapter, in peft's form; `model` has it merged
@@ -55,6 +57,7 @@ class RunFolder:
         self.model = path / "model"
         self.model_ema = path / "model_ema"
         self.logs = path / "logs"
+        self.tokenizer_file = path / "tokenizer.json"
         self.summary_file = path / "summary.json"
         self.episodes = path / "episodes.parquet"
         self.unfinished_step = path / "unfinished.jsonl"
@@ -80,9 +83,9 @@ class RunFolder:
         """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
         records = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
-        for folder in (self.rollouts, self.learned, self.events):
-            for path in [*folder.glob("step_*.parquet"), *folder.glob("step_*.jsonl")]:
-                if int(path.stem.removeprefix("step_")) > step:
+        for folder, suffix in ((self.rollouts, ".parquet"), (self.learned, ".parquet"), (self.events, ".jsonl")):
+            for number, path in files_by_step(folder, suffix).items():
+                if number > step:
                     path.unlink()
 
     def rollout_file(self, step: int) -> Path:
@@ -95,6 +98,14 @@ class RunFolder:
         """Write down when something of a step happened."""
         with (self.events / f"step_{step:06d}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(event) + "\n" for event in events)
+
+    def keep_tokenizer(self, tokenizer: Any) -> None:
+        """Keep the file of the tokenizer, where it is one of a file: by the time that somebody looks at the run, its
+        model may be gone."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and not self.tokenizer_file.exists():
+            with replacing(self.tokenizer_file) as temporary:
+                backend.save(str(temporary))
 
     # -- summary ------------------------------------------------------------------------------------------
 
@@ -211,6 +222,12 @@ def _group_from_json(record: Mapping[str, Any]) -> Group:
     return Group(record["id"], episodes[0].task, episodes)
 
 
+def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:
+    """The files of a folder that are called `step_N` and end with `suffix`, by N. Others are no step's."""
+    found = ((re.fullmatch(r"step_([0-9]{1,12})", path.stem), path) for path in folder.glob(f"step_*{suffix}"))
+    return {int(name[1]): path for name, path in found if name}
+
+
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
     """The folders of a run's stages, which have these `names`: the run's own, or a numbered sub-folder for each of
     several."""
@@ -221,7 +238,7 @@ def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
 
 def policy_of_run(folder: Path) -> Path:
     """The model folder that a run left, or its last stage; `folder` itself where it is no run's."""
-    if not (folder / "config.yaml").exists():
+    if not (folder / "config.yaml").is_file():
         return folder
     stages = read_yaml(folder / "config.yaml")["stages"]
     names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]

@@ -73,12 +73,12 @@ class StepGroups:
 
         async def play(tasks: Sequence[Task], round: int) -> list[Group]:
             plan = SamplingPlan(f"{purpose(step)}{round}", self.components.sampling, self.group_size)
-            return await self.play(tasks, plan, self.unfinished)
+            return await self._play(tasks, plan, self.unfinished)
 
         self.unfinished.begin(step)
         with self.progress.timed("rollout"):
             if self.supply is None:
-                batch = await fill(self.buffer, self.cursor, config, play)
+                batch = await self.stop.unless(fill(self.buffer, self.cursor, config, play))
                 groups = self.buffer.take(config.tasks)
             else:
                 batch, groups = await self.stop.unless(self.supply.take())
@@ -96,7 +96,7 @@ class StepGroups:
     def record_rollout(self, batch: RolloutBatch, groups: Sequence[Group]) -> None:
         """Add to the step's record what was played and which groups of it are learned from."""
         record, config = self.progress.record, self.stage.rollout
-        record |= rollout_metrics(batch.played) | self.cursor.metrics()
+        record |= rollout_metrics(batch.played, sampled=self.uses_policy) | self.cursor.metrics()
         if config.filter.on and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks}
             record["filter/carried_over"] = len(self.buffer)
@@ -133,10 +133,13 @@ class StepGroups:
         [group] = await self.components.runner.play([task], plan)
         return group
 
-    async def play(
+    async def play(self, tasks: Sequence[Task], plan: SamplingPlan) -> list[Group]:
+        """Play tasks, unless the user stops the run first."""
+        return await self.stop.unless(self._play(tasks, plan))
+
+    async def _play(
         self, tasks: Sequence[Task], plan: SamplingPlan, unfinished: UnfinishedStep | None = None
     ) -> list[Group]:
-        """Play tasks, unless the user stops the run first. What `unfinished` has of them is not played again."""
+        """Play tasks. What `unfinished` has of them is not played again."""
         kept, add = (None, None) if unfinished is None else (unfinished.kept(plan.purpose, tasks), unfinished.add)
-        playing = self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)
-        return await self.stop.unless(playing)
+        return await self.components.runner.play(tasks, plan, self.display.rollout, kept=kept, on_episode=add)

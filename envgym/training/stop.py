@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from envgym.isolation.watch import end_at_once
+
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
@@ -44,6 +46,7 @@ class Interrupts:
         self._ask: Callable[[], None] | None = None
         self._is_handled = True
         self._asked = False
+        self._is_over = False
         self._signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started with nohup
             self._signals.append(signal.SIGHUP)
@@ -57,6 +60,8 @@ class Interrupts:
         assert task is not None
 
         def interrupted() -> None:
+            if self._is_over:
+                return
             self._is_handled = True
             ask, self._ask = self._ask, None
             if ask is None:
@@ -68,10 +73,14 @@ class Interrupts:
         def signalled(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGHUP and self._asked:
                 return  # a shell and the kernel tell of the same closed terminal
+            if self._asked:
+                end_at_once()
             loop.call_soon_threadsafe(interrupted)
             self._asked = True
-            if not self._is_handled:
-                raise KeyboardInterrupt  # the first was not handled: something holds the loop
+            if not self._is_handled:  # the first was not: something holds the loop
+                self._is_over = True
+                task.cancel()  # or an episode would take what is raised for a failure of its own
+                raise KeyboardInterrupt
             self._is_handled = False
 
         loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ from .launch import Components
 from .run_folder import RunFolder
 from .step_groups import StepGroups
 from .stop import Stop, Stopped
-from .update import Update
+from .update import Update, steps_of
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -43,10 +43,11 @@ class Trainer:
         self.display = display
         self.stop = Stop()
         self.progress = Progress()
-        self.recorder = Recorder(folder, display, stage.steps)
+        self.steps = steps_of(stage, components.runner.spec.tasks("train").size)
+        self.recorder = Recorder(folder, display, self.steps)
         self.uses_policy = components.runner.agent.uses_policy
         self.groups = groups = StepGroups(run, stage, components, folder, self.progress, self.stop, display)
-        self.update = Update(components, stage, self.progress)
+        self.update = Update(components, stage, self.progress, self.steps)
         self.held_out = HeldOut(self.groups.play, components.runner.spec, components.sampling, stage.eval)
         self.checkpoints = Checkpoints(
             stage.checkpoint, folder, components, self.progress, groups.cursor, groups.buffer, groups.supply
@@ -66,9 +67,11 @@ class Trainer:
                 if not self.progress.recorded:
                     await self.finish_step()
                     self.checkpoints.mark_whole_step()
-                if self.progress.step >= self.stage.steps:
+                if self.progress.step >= self.steps:
                     await self.checkpoints.written()
                     self.groups.unfinished.clear()
+                    if self.uses_policy:
+                        self.recorder.finish()
                     return
                 if self.stop.is_set():
                     raise Stopped
@@ -128,7 +131,7 @@ class Trainer:
         """Evaluate, write the step's metrics down and keep a checkpoint, where each is due."""
         step, stage = self.progress.step, self.stage
         await self.checkpoints.written(unless_busy=True)
-        ends = step in (0, stage.steps)
+        ends = step in (0, self.steps)
         if stage.eval.every and (ends or step % stage.eval.every == 0):
             await self.evaluate()
         if step or len(self.progress.record) > 1:
@@ -137,7 +140,7 @@ class Trainer:
             spans, self.progress.spans = self.progress.spans, []
             self.folder.append_events(step, [{"phases": spans}])
         self.progress.recorded = True
-        due = step == stage.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
+        due = step == self.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
         if self.checkpoints.best.improves(self.progress) or (step and due):
             await self.checkpoints.save()
 
@@ -145,10 +148,11 @@ class Trainer:
         """Play the held-out tasks. The first result stays as `before`, the latest as `after`."""
         step, when = self.progress.step, "before" if self.progress.step == 0 else "after"
         with self.progress.timed("eval"):
+            await self.stop.unless(self.held_out.tasks())
             if self.uses_policy:
                 await self.components.engines_awake()
                 results = {when: await self.held_out.sampled()}
-                if self.stage.eval.greedy and step in (0, self.stage.steps):
+                if self.stage.eval.greedy and step in (0, self.steps):
                     results[f"greedy_{when}"] = await self.held_out.greedily()
             else:
                 learner, actor = self.components.learner, self.components.workers["actor"]
@@ -157,3 +161,5 @@ class Trainer:
         self.progress.evals |= results
         for result in results.values():
             self.display.evaluation(step, result)
+        if step == 0 and self.held_out.doubt:
+            self.display.note(self.held_out.doubt)

@@ -26,7 +26,7 @@ from envgym.workers.group import WorkerGroup
 MEMORY = Path("/dev/shm")
 """Memory by the name of a folder. A container's often has 64 MiB."""
 BUCKETS_AT_ONCE = 4
-"""Buckets there is room for: one is written while another is read, and a tied head is a copy of its embedding."""
+"""Buckets there is room for: one is written while another is read, and one tensor may be larger than a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,12 @@ class Transfer(Protocol):
 class FileTransfer:
     """Through files of safetensors' form, checked by their sums: the next is gathered while engines load the one
     before. In shared memory where the engines see rank 0's, else in a folder that they do: of this machine, or
-    `shared`, which must then be on a disk of all machines."""
+    `shared`, which must then be on a disk of all machines. `checkpoint`: the engines know the weights by the names of
+    checkpoints, else by those of transformers."""
 
-    def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int) -> None:
+    def __init__(self, actor: WorkerGroup, shared: Path, bucket_bytes: int, *, checkpoint: bool) -> None:
         self._actor = actor
+        self._checkpoint = checkpoint
         self._folders = [MEMORY, Path(tempfile.gettempdir()), shared.absolute()]
         self._bucket_bytes = bucket_bytes
         self._found: tuple[list[EngineClient], Path] | None = None
@@ -61,7 +63,7 @@ class FileTransfer:
         prefix = await self.place(engines, BUCKETS_AT_ONCE * self._bucket_bytes)
         n_buckets = n_bytes = 0
         await engines.tell("begin_weights")
-        await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix))
+        await self._actor.on_all("begin_export", self._bucket_bytes, str(prefix), self._checkpoint)
         try:
             bucket = await self._following()
             while bucket is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import StageConfig
-from envgym.errors import RunError
+from envgym.errors import ConfigError, RunError
 from envgym.learner import LearnerConfig, TrainSample, Trajectory
 from envgym.monitoring.metrics import computing_metrics, token_counts
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 class Update:
     """Learns from a step's groups: scores their rows, prepares them and takes the optimizer steps they make up."""
 
-    def __init__(self, components: Components, stage: StageConfig, progress: Progress) -> None:
+    def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
         self._stage = stage
         self._progress = progress
+        self._steps = steps
         self.first: dict[int, FloatArray] = {}
         self.last: dict[int, FloatArray] = {}
         """The trainer's log-probabilities [T] of this step's rows, by the `id` of the row: at the first pass over it,
@@ -80,7 +81,7 @@ class Update:
         for role, spec in components.learner.roles.items():
             if not spec.trained or progress.step < spec.idle_steps:
                 continue
-            lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._stage.steps)
+            lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._steps)
             worker, started = components.workers[role], time.monotonic()
             own = [*rows, *text] if role == "actor" else rows
             metrics = await worker.accumulate(own, denominators)
@@ -110,6 +111,17 @@ def cut(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
     parts = min(parts, len(units))
     piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
     return [[row for row in rows if piece[row.batch_unit] == index] for index in range(parts)]
+
+
+def steps_of(stage: StageConfig, n_tasks: int | None) -> int:
+    """Loop steps of a stage on a training split of `n_tasks` (None: without end); by `epochs` as many as pass so often
+    over the tasks, where a step that is begun is taken whole."""
+    if stage.epochs is None:
+        assert stage.steps is not None, "a stage has one of the two"
+        return stage.steps
+    if n_tasks is None:
+        raise ConfigError("epochs are passes over the training tasks, which have no end here: set steps")
+    return max(1, math.ceil(stage.epochs * n_tasks / stage.rollout.tasks))
 
 
 def learning_rate(config: LearnerConfig, optimizer_step: int, loop_steps: int) -> float:

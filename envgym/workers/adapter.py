@@ -94,12 +94,14 @@ class Adapter:
         write_weights(path / ADAPTER_WEIGHTS, tensors)
         if self._quantize != "none":
             dtype = str(self.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-            (path / ORIGIN).write_text(json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n")
+            (path / ORIGIN).write_text(
+                json.dumps({"quantize": self._quantize, "dtype": dtype}) + "\n", encoding="utf-8"
+            )
 
-    def parameters(self, read: Read, *, merged: bool, remove_duplicate: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self, read: Read, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, as `read` gives them, under the names they had without an adapter: with the adapter
         added to them (`merged`), or as they were."""
-        for name, parameter in self.model.named_parameters(remove_duplicate=remove_duplicate):
+        for name, parameter in self.model.named_parameters():
             if ".lora_" in name or ".original_module." in name:
                 continue
             owner, _, leaf = name.rpartition(".")

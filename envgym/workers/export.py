@@ -16,7 +16,7 @@ import torch
 from envgym.models.weights_file import Bucket, cut, write_bucket
 
 from . import zero
-from .parameters import whole_parameters
+from .parameters import as_in_checkpoints, whole_parameters
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -33,14 +33,18 @@ class WeightExport:
     _files: list[str]
     _sender: Any = None
 
-    def begin_export(self, bucket_bytes: int, prefix: str) -> None:
-        """Begin to hand out all parameters under their Hugging Face names, in files whose names begin with `prefix`;
-        `next_bucket` gives them, and `end_export` ends it.
+    def begin_export(self, bucket_bytes: int, prefix: str, checkpoint: bool = False) -> None:
+        """Begin to hand out all parameters, in files whose names begin with `prefix`; `next_bucket` gives them, and
+        `end_export` ends it. Their names are those of the model in transformers or, with `checkpoint`, of its
+        checkpoints.
 
-        `lm_head.weight` is there also where it is tied to the embeddings: engines that load it look for it. An adapter
-        is left out: it is a file of its own.
+        A head that is tied to the embeddings is left out, as checkpoints leave it out; and so is an adapter, which is a
+        file of its own.
         """
-        self._buckets = enumerate(cut(self._parameters(remove_duplicate=False, merged=False), bucket_bytes))
+        named = self._parameters(merged=False)
+        self._buckets = enumerate(
+            cut(as_in_checkpoints(self.network.model, named) if checkpoint else named, bucket_bytes)
+        )
         self._prefix, self._files = prefix, []
 
     def next_bucket(self) -> Bucket | None:
@@ -92,15 +96,13 @@ class WeightExport:
         """The next chunk, by the name of this rank's GPU; None after the last. Those before have been read."""
         return next(self._buckets, None)
 
-    def _parameters(self, *, remove_duplicate: bool, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        return whole_parameters(
-            self.network.model, self.adapter, self.rank, remove_duplicate=remove_duplicate, merged=merged
-        )
+    def _parameters(self, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        return whole_parameters(self.network.model, self.adapter, self.rank, merged=merged)
 
 
 class Parameters:
-    """A model's parameters as vLLM's `WeightSource`: whole, on this rank's device, one at a time. Ranks must go through
-    them together."""
+    """A model's parameters as vLLM's `WeightSource`: as in checkpoints, whole, on this rank's device, one at a time.
+    Ranks must go through them together."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -108,13 +110,23 @@ class Parameters:
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        named = self._model.named_parameters(remove_duplicate=False)
-        return [ParamMeta(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in named]
+        return [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in self._empty()]
+
+    def largest(self) -> int:
+        """Bytes of the largest of them."""
+        return int(max(empty.nbytes for _, empty in self._empty()))
+
+    def _empty(self) -> Iterator[tuple[str, torch.Tensor]]:
+        named = self._model.named_parameters()
+        return as_in_checkpoints(
+            self._model,
+            ((name, torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")) for name, p in named),
+        )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        for name, parameter in self._model.named_parameters():
             with zero.gathered(parameter):
-                yield name, parameter.detach()
+                yield from as_in_checkpoints(self._model, [(name, parameter.detach())])
 
     def described(self) -> dict[str, Any]:
         """Names, dtypes and shapes that vLLM's NCCL engine receives."""
@@ -153,7 +165,9 @@ def _ipc_chunks(model: torch.nn.Module, bucket_bytes: int) -> Iterator[dict[str,
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    for chunk in packed_ipc_producer(iter(Parameters(model)), uuid, lambda named: named[1], bucket_bytes):
+    parameters = Parameters(model)
+    n_bytes = max(bucket_bytes, parameters.largest())  # a tensor that is larger would be refused
+    for chunk in packed_ipc_producer(iter(parameters), uuid, lambda named: named[1], n_bytes):
         torch.cuda.synchronize()
         yield {
             "names": chunk.names,

@@ -36,7 +36,8 @@ def children() -> dict[int, set[int]]:
 def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name: state, parent, … and start time at 19; none when it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")  # a name may be any bytes
+        return text.rpartition(")")[2].split()
     except OSError:
         return []
 

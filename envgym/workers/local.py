@@ -19,7 +19,7 @@ from typing import Any
 from envgym.errors import WorkerDied, WorkerError
 
 from .child import START, Outbox, read_frame
-from .runtime import rebuilt_error
+from .runtime import UTF8, rebuilt_error
 from .watchdog import CONTROLLER_LOG, CallWatch
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
@@ -197,7 +197,7 @@ class LocalRuntime:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**WAITING, **os.environ, **environ},
+                env={**WAITING, **os.environ, **UTF8, **environ},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -31,7 +31,7 @@ from .export import WeightExport
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .network import TokenScorer, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
-from .optimizer import MovingAverage, check_muon, freeze, mark_for_muon, muon_optimizer
+from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import averaged_parameters, flops_per_token, n_numbers
 from .sequence_parallel import Slices
 
@@ -164,12 +164,11 @@ class ModelWorker(WeightExport):
         if tensor_parallel_size > 1:
             tensor_parallel.prepare(self.network, model)
         if self.trained or partitioned or tensor_parallel_size > 1:
-            self.engine = zero.engine(self.network, config, self.device, self._optimizer(config), self._writer)
+            self.engine = zero.engine(self.network, config, self.device, self._optimizer(), self._writer)
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
         if learner_config and learner_config.ema_decay and self.role == "actor":
-            where = torch.device("cpu") if self.settings.offload_optimizer else self.device
-            self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, where)
+            self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, self._averages_on)
         if self.settings.sequence_parallel == 1:
             use_packing(self.network, self.engine, self.settings.packing, self.device)
         return self.info()
@@ -193,7 +192,7 @@ class ModelWorker(WeightExport):
             "device": str(self.device),
             "dtype": dtype,
             "vocabulary": self.network.model.config.get_text_config().vocab_size,
-            "zero_stage": self.settings.zero_stage,
+            "zero_stage": self._spread["zero_stage"],
             "rank": self.rank,
             "attention": self.network.model.config._attn_implementation,
             "packed": self.network.packed,
@@ -210,11 +209,19 @@ class ModelWorker(WeightExport):
     def offload(self, keep_weights: bool) -> None:
         """Give the device's memory to others, but for the weights with `keep_weights`. Nothing is computed until
         `onload`."""
+        if self.average is not None:
+            self.average.move(torch.device("cpu"))
         zero.offload(self.engine, self.device, keep_weights=keep_weights)
 
     def onload(self) -> None:
         """Take the memory back."""
         zero.onload(self.engine, self.device)
+        if self.average is not None:
+            self.average.move(self._averages_on)
+
+    @property
+    def _averages_on(self) -> torch.device:
+        return torch.device("cpu") if self.settings.offload_optimizer else self.device
 
     # -- scoring and learning -----------------------------------------------------------------------------
 
@@ -377,7 +384,7 @@ class ModelWorker(WeightExport):
 
         `described` are further entries of its config.
         """
-        tensors = dict(self._parameters(remove_duplicate=True))
+        tensors = dict(self._parameters(merged=True))
         if self.rank == 0:
             self.network.model.config.update(dict(described or {}))
             self.network.model.save_pretrained(folder, state_dict=tensors)
@@ -414,20 +421,18 @@ class ModelWorker(WeightExport):
     @property
     def _spread(self) -> dict[str, int]:
         """Settings that the files of a checkpoint depend on."""
-        settings = self.settings
+        dtype = str(_dtype(self.settings.dtype, self.device)).removeprefix("torch.")
         return {
             "world_size": self.world_size,
-            "zero_stage": settings.zero_stage,
-            "tensor_parallel": settings.tensor_parallel,
+            "zero_stage": self.settings.runs_as(dtype, trained=self.trained),
+            "tensor_parallel": self.settings.tensor_parallel,
         }
 
     def load_state(self, folder: str) -> None:
         """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
         where it is not there, or cannot be spread over these ranks."""
         state = checkpoint.read_rank(folder, self.role, 0)
-        if state.get("zero_stage", self.settings.zero_stage) != self.settings.zero_stage or any(
-            state[name] != own for name, own in self._spread.items() if name != "zero_stage"
-        ):
+        if any(state.get(name, own) != own for name, own in self._spread.items()):
             self._load_of_others(folder, state)
             return
         state = checkpoint.read_rank(folder, self.role, self.rank)
@@ -445,12 +450,11 @@ class ModelWorker(WeightExport):
         reshard.load(self.engine, Path(folder, "deepspeed"))
         self._seed_generators()
 
-    def _optimizer(self, json: Mapping[str, Any]) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
+    def _optimizer(self) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
         """A function that makes the optimizer, where DeepSpeed's JSON does not name it."""
         if self.learner is None or self.learner.config.optimizer != "muon":
             return None
         mark_for_muon(self.network.model)
-        check_muon(self.network.model, json)
         return muon_optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
 
     def _seed_generators(self) -> None:

@@ -55,14 +55,6 @@ def mark_for_muon(model: nn.Module) -> None:
         parameter.use_muon = parameter.dim() >= 2 and id(parameter) not in outside
 
 
-def check_muon(model: nn.Module, json: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where DeepSpeed's optimizer of this JSON cannot step what is marked."""
-    stage = json["zero_optimization"]["stage"]
-    experts = any(parameter.use_muon and parameter.dim() > 2 for parameter in model.parameters())  # in one parameter
-    if experts and stage < 2 and json["bf16"]["enabled"]:
-        raise ConfigError("learner.optimizer=muon with experts in bfloat16 needs workers.zero_stage=2 or 3")
-
-
 def muon_optimizer(
     learner: LearnerConfig, device: torch.device, *, offloaded: bool
 ) -> Callable[[Sequence[nn.Parameter]], Any]:
@@ -107,6 +99,10 @@ class MovingAverage:
             weights, _ = zero.own_part(parameter)
             if weights is not None:
                 self._parts[name] = weights.detach().to(device, torch.float32, copy=True)
+
+    def move(self, device: torch.device) -> None:
+        """Keep it on another device."""
+        self._parts = {name: part.to(device) for name, part in self._parts.items()}
 
     def update(self) -> None:
         """Follow the weights after an optimizer step."""

@@ -4,7 +4,7 @@ costs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,15 +41,16 @@ def n_numbers(parameter: nn.Parameter) -> int:
 
 
 def whole_parameters(
-    model: nn.Module, adapter: Adapter | None, rank: int, *, remove_duplicate: bool, merged: bool
+    model: nn.Module, adapter: Adapter | None, rank: int, *, merged: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of a model (from Hugging Face), whole, one at a time; on ranks other than 0, which take part in
-    gathering them, without their numbers. `merged`: with the adapter added to them, where there is one."""
+    gathering them, without their numbers. A tied head is none of its own. `merged`: with the adapter added to them,
+    where there is one."""
     if adapter is not None:
-        named = adapter.parameters(lambda _, p: whole(p), merged=merged, remove_duplicate=remove_duplicate)
+        named = adapter.parameters(lambda _, p: whole(p), merged=merged)
         yield from ((name, numbers if rank == 0 else numbers.to("meta")) for name, numbers in named)
         return
-    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+    for name, parameter in model.named_parameters():
         with zero.gathered(parameter):
             numbers = tensor_parallel.joined(parameter, parameter.detach())
             passing = hasattr(parameter, "ds_id") or numbers.data_ptr() != parameter.data_ptr()
@@ -69,9 +70,20 @@ def averaged_parameters(
         return average.whole(name, device).to(parameter.dtype) if name in average else whole(parameter)
 
     if adapter is not None:
-        yield from adapter.parameters(read, merged=True, remove_duplicate=True)
+        yield from adapter.parameters(read, merged=True)
         return
     yield from ((name, read(name, parameter)) for name, parameter in model.named_parameters())
+
+
+def as_in_checkpoints(
+    model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a model (from Hugging Face) by the names and in the pieces that its checkpoints have: transformers
+    keeps a layer's experts in one tensor, and renames modules as it loads."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, numbers in named:
+        yield from revert_weight_conversion(model, {name: numbers}).items()
 
 
 def flops_per_token(model: nn.Module) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from typing import Any
 from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
 
 from . import guard
-from .runtime import Described, Slot, close_object, describe_error, load_target, rebuilt_error
+from .runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
 from .watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
 START_TIMEOUT = 600.0
@@ -330,6 +330,7 @@ class RayRuntime:
             if "RAY_ADDRESS" in os.environ:
                 local = {}
             before = guard.children().get(os.getpid(), set())
+            os.environ.update(UTF8)  # which a cluster of our own inherits
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **local)
             self._ours = True
             if local:

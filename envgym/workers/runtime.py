@@ -17,7 +17,10 @@ from typing import Any, Protocol
 
 from envgym import errors
 from envgym.errors import EnvgymError, WorkerError
+from envgym.loading import users_line
 
+UTF8 = {"PYTHONUTF8": "1"}
+"""Variables of workers: what libraries read in the locale's encoding is UTF-8, whatever the locale is."""
 CALL_SECONDS = 3600.0
 """Seconds a call to a worker may take at most; new weights take longest. A rank that waits for another one that will
 never come ends here at the latest."""
@@ -91,7 +94,8 @@ def describe_error(error: BaseException) -> Described:
         if isinstance(error, errors.InvalidOutcome):
             return ours, str(error), {"kind": error.kind, "retryable": error.retryable}
         return ours, str(error), {}
-    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": "), {}
+    where = f" ({own})" if (own := users_line(error)) else ""
+    return "", f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ") + where, {}
 
 
 def rebuilt_error(described: Described, name: str, log: Path) -> errors.EnvgymError:

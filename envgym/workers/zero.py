@@ -35,9 +35,7 @@ def config(
     settings: WorkersConfig, learner: LearnerConfig | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """DeepSpeed's JSON for these settings, with the user's own merged over it. No learner: the model only scores."""
-    trained = learner is not None
-    in_16_bits = dtype != torch.float32
-    stage = 3 if settings.partitions(trained=trained) else settings.zero_stage
+    stage = settings.runs_as(str(dtype).removeprefix("torch."), trained=learner is not None)
     # Pinned memory is what a GPU copies from at full speed; without one it would only be locked in.
     on_cpu = {"device": "cpu", "pin_memory": device.type == "cuda"}
     zero: dict[str, Any] = {"stage": stage}
@@ -56,11 +54,8 @@ def config(
         ours["tensor_parallel"] = tensor_parallel.json(settings.tensor_parallel)
     if learner is None:
         return _merged(ours, settings.deepspeed)
-    if in_16_bits:
-        # Micro-batches must add up in float32: in bfloat16 the gradient of 256 of them was measured 2% off. DeepSpeed
-        # does so from stage 1 on; its stage 0 also counts a step of Adam that was never taken.
+    if dtype != torch.float32:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
-        zero["stage"] = max(1, stage)
     if settings.offload_optimizer:
         zero["offload_optimizer"] = on_cpu
     if settings.compile:
@@ -240,11 +235,16 @@ def offload(engine: Any, device: torch.device, *, keep_weights: bool) -> None:
 
         stay = {State.optim_states} | ({State.lp_params} if keep_weights else set())
         kinds = [kind for kind in State if kind not in stay]
-        # Stage 3 wants DeepSpeed's fused Adam, though the moments are not for it to move.
-        with patch("deepspeed.ops.adam.fused_adam.FusedAdam", type(engine.optimizer.optimizer)):
+        # Stage 3 wants DeepSpeed's fused Adam, though the moments are not for it to move, and looks for frozen
+        # parameters too in the buffer of those that learn.
+        learning = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        with (
+            patch("deepspeed.ops.adam.fused_adam.FusedAdam", type(engine.optimizer.optimizer)),
+            patch.object(engine.module, "parameters", lambda: learning),
+        ):
             engine.offload_states(include=kinds, pin_memory=device.type == "cuda")
-    elif not keep_weights:
-        _move_module(engine, torch.device("cpu"))
+    if not keep_weights:
+        _move_weights(engine, torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -254,8 +254,7 @@ def onload(engine: Any, device: torch.device) -> None:
     _move_optimizer(engine, device)
     if _has_flat_copies(engine):
         engine.reload_states()
-    else:
-        _move_module(engine, device)
+    _move_weights(engine, device)
 
 
 def _has_flat_copies(engine: Any) -> bool:
@@ -263,16 +262,26 @@ def _has_flat_copies(engine: Any) -> bool:
     return hasattr(getattr(engine, "optimizer", None), "offload_states")
 
 
-def _move_module(engine: Any, device: torch.device) -> None:
+def _move_weights(engine: Any, device: torch.device) -> None:
+    """Move the weights that are in none of those buffers: frozen ones, or all of them, split over ranks or whole."""
     module = getattr(engine, "module", engine)
-    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        module.to(device)  # a partitioned model that only scores stays: DeepSpeed cannot move it
+    in_buffers = _has_flat_copies(engine)
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    if not in_buffers and not partitioned:
+        module.to(device)
+    elif not partitioned or engine.zero_offload_param() is None:
+        for parameter in module.parameters():
+            if not (in_buffers and parameter.requires_grad):
+                own = getattr(parameter, "ds_tensor", parameter)
+                own.data = own.data.to(device)
 
 
 def _move_optimizer(engine: Any, device: torch.device) -> None:
-    """Move the moments. (DeepSpeed's own way keeps a second copy of them, which goes into checkpoints, and in stage 3
-    wants its fused Adam.)"""
+    """Move the moments, unless they are on the host for good. (DeepSpeed's own way keeps a second copy of them, which
+    goes into checkpoints, and in stage 3 wants its fused Adam.)"""
     optimizer = getattr(engine, "optimizer", None)
+    if optimizer is None or engine.zero_use_cpu_optimizer():
+        return
     for state in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

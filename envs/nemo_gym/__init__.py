@@ -69,7 +69,7 @@ class NemoGymConfig(DataEnvConfig):
 
 
 class NemoGymEnv(Env):
-    """One session. The reward is the server's; without one the episode fails."""
+    """One session with a server of NeMo-Gym, whose reward is the episode's; without one the episode fails."""
 
     spec: NemoGym
     task: Task

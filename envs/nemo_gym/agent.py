@@ -104,8 +104,7 @@ class NeMoGym(Agent):
         reward = protocol.number(answer.get("reward"))
         if reward is None:
             raise InvalidOutcome("agent", f"the agent server answers with {answer.get('reward')!r:.40} as reward")
-        if not conversation.turns:
-            raise InvalidOutcome("agent", "the agent server made no call to the policy: does it use our model server?")
+        conversation.check_turns("the agent server (which must use our model server)")
         check_contiguous(conversation, answer)
         outcome = Outcome.truncated(Limit.ENVIRONMENT) if answer.get("truncated") is True else Outcome.completed()
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})

@@ -64,7 +64,7 @@ class OpenRLHFFile(DataEnvSpec):
         return spec_from_json, (self.to_json(),)
 
     def fingerprint(self) -> dict[str, str]:
-        return super().fingerprint() | {"code": text_hash(self.path.read_text(errors="replace"))}
+        return super().fingerprint() | {"code": text_hash(self.path.read_text(encoding="utf-8", errors="replace"))}
 
     async def setup(self) -> None:
         await super().setup()

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from envgym.envs.math_verify.answers import boxed, judge_at_once
+from envgym.envs.math_verify.notation import plain
 from envgym.errors import missing_package
 
 from .episode import InstanceEpisode
@@ -144,7 +145,7 @@ def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
         raise missing_package("math-verify", "math", "grade_answer") from None
     # The library's clock is a signal's, which only the main thread has: reward functions are called there.
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else None
-    left, right = (parse(rf"\boxed{{{text}}}", parsing_timeout=seconds) for text in (gold, answer))
+    left, right = (parse(rf"\boxed{{{plain(text)}}}", parsing_timeout=seconds) for text in (gold, answer))
     return bool(verify(left, right, timeout_seconds=seconds))
 
 

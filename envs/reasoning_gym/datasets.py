@@ -190,6 +190,10 @@ class Datasets:
 Entry = Mapping[str, Any]
 
 LARGEST_EXPONENT = 10_000
+CONSOLATION = 0.1
+"""Scores up to here count as nothing: the library gives them to any answer, or to any of the right form."""
+CONSOLATIONS = {"prime_factorization": 0.5, "propositional_logic": 0.25}
+"""The same of datasets that give more: for the number that is asked about, for what is always true."""
 
 ALLOWED = (
     ast.Constant, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.keyword,
@@ -212,7 +216,7 @@ def scored(name: str, dataset: Any, answer: str, entry: Entry) -> float:
             score = float(scorer(answer, copy.deepcopy(entry)))  # some write into the entry
     except (Exception, SystemExit):  # whatever an answer brings a scorer to raise, it is not right
         return 0.0
-    return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+    return min(score, 1.0) if CONSOLATIONS.get(name, CONSOLATION) < score < math.inf else 0.0
 
 
 def _coin_flip(answer: str, entry: Entry) -> float:

@@ -68,6 +68,7 @@ class RecordedSpec(DataEnvSpec):
     Config = RecordedConfig
     config: RecordedConfig
     answer_required = False
+    gives_rewards = False
 
     async def setup(self) -> None:
         self._reader = Reader(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -148,7 +149,7 @@ class Reader:
         name = self._needed("label", row, where)
         label = row[name]
         if not isinstance(label, bool) and label not in (0, 1):
-            raise DataError(f"{where}: field {name!r}: a label is true or false, not {label!r:.60}")
+            raise DataError(f"{where}: field {name!r}: a label is true or false, not {_shown(label)}")
         demonstrated = self._demonstration({key: value for key, value in row.items() if key != name}, where)
         return _with_rewards(demonstrated, float(label))
 
@@ -307,8 +308,16 @@ def _text(value: Any, what: str, where: str) -> str:
 
 def _number(value: Any, what: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: the {what} is a finite number, not {value!r:.60}")
+        raise DataError(f"{where}: the {what} is a finite number, not {_shown(value)}")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """A value that a message refuses; where it is text that spells a label or a number, what to write for it."""
+    spelled = value.strip().lower() if isinstance(value, str) else ""
+    if re.fullmatch(r"true|false|-?[\d.]+", spelled):
+        return f"the text {value!r}: write {spelled} without quotation marks (CSV has only text: take JSON lines)"
+    return f"{value!r:.60}"
 
 
 def _share(value: Any, where: str) -> float:

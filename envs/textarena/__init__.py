@@ -6,6 +6,7 @@ import contextlib
 import random
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -75,7 +76,7 @@ class TextArenaEnv(Env):
             position = await self._call("start", self._seat, seed + start)
             position = await self._others_play(position)
             if not position.done:
-                return [Message.of("user", position.seen)], {}
+                return [replace(Message.of("user", position.seen), from_others=True)], {}
             await self._call("end")
         raise InvalidOutcome("opponent", "the opponent lost before the policy had a turn", retryable=True)
 

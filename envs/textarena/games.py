@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ TRIALS = 300
 """Moves that are tried out in search of a legal one."""
 DRAWS = 400
 """Variations of a game's examples that are made."""
+
+MOVE_CHARACTERS = 4000
+"""Characters of a move that a game reads, the last ones: many take quadratic time, and fail on numbers of more digits
+than Python reads."""
+MOVE_SECONDS = 2.0
+"""CPU time that a game may take for one move; the other games of the process wait for it."""
 
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _ROLES = re.compile(r"\[(?:Player \d+|GAME|Game)\]")
@@ -105,10 +112,14 @@ class Games:
         return self._position(game)
 
     def play(self, key: str, move: str) -> Position:
-        """Play a move for whose turn it is."""
+        """Play a move for whose turn it is; one that takes the game too long is an empty one."""
         game = self._games[key]
         with _own_generators(game):
-            done, _ = game.env.step(move)
+            try:
+                with _cpu_limit(MOVE_SECONDS):
+                    done, _ = game.env.step(move[-MOVE_CHARACTERS:])
+            except TimeoutError:
+                done, _ = game.env.step("")
             return self._ended(game) if done else self._position(game)
 
     def random_move(self, key: str) -> str:
@@ -187,6 +198,21 @@ def _own_generators(game: Game) -> Iterator[None]:
         yield
     finally:
         game.generators = random.getstate(), np.random.get_state()
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` within, once it has taken `seconds` of CPU time, also in a regular expression."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _is_legal(game: Game, move: str) -> bool:

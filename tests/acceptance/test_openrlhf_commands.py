@@ -1,4 +1,5 @@
-"""The documents' own commands, a program each, run to their end by the launchers that stand in front of them.
+"""The documents' own commands, a program each, run to their end by the launchers that stand in front of them; where no
+document is at hand, those of `tests/openrlhf/commands.md`.
 
 What is substituted is in `SUBSTITUTED`: model, data, sizes and places. Everything else is as the document has it.
 """
@@ -18,7 +19,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "openrlhf"))
-from seeds import commands  # noqa: E402
+from seeds import commands, documents  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -141,12 +142,17 @@ def only(place, program, folder):
     return next(command for command in commands(place, folder) if command.program == program)
 
 
+def place_of(document, ours):
+    """The block that is run: a document's where it is at hand, else ours of the same kind."""
+    return document if documents() else ours
+
+
 RECORDED = [
-    ("000:244", "train_dpo", ("deepspeed", "--module"), {}),
-    ("003:54", "train_sft", ("deepspeed", "--num_gpus=2", "--module"), {}),
-    ("003:93", "train_rm", (sys.executable, "-m"), {}),
-    ("003:276", "train_kto", (sys.executable, "-m"), {}),
-    ("003:602", "train_kd", ("torchrun", "--nproc_per_node=2", "-m"), {}),
+    (place_of("000:244", "dpo"), "train_dpo", ("deepspeed", "--module"), {}),
+    (place_of("003:54", "sft"), "train_sft", ("deepspeed", "--num_gpus=2", "--module"), {}),
+    (place_of("003:93", "rm"), "train_rm", (sys.executable, "-m"), {}),
+    (place_of("003:276", "kto"), "train_kto", (sys.executable, "-m"), {}),
+    (place_of("003:602", "kd"), "train_kd", ("torchrun", "--nproc_per_node=2", "-m"), {}),
 ]
 
 
@@ -174,7 +180,7 @@ def test_a_process_reward_model_and_its_data_of_one_text(folder):
 
 def test_rejection_sampling_in_three_commands(folder, store):
     """Generate, judge, teach: what one writes the next reads, in OpenRLHF's own rows."""
-    generate, judge, teach = commands("003:313", folder)[:3]
+    generate, judge, teach = commands(place_of("003:313", "rejection"), folder)[:3]
     played = {"--output_path": "generated.jsonl", "--dataset": "prompts.jsonl"}
     done = started(folder, (sys.executable, "-m"), "batch_inference", substituted(generate, played))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -203,7 +209,7 @@ def test_an_adapter_of_a_reward_model_is_merged(folder):
              "adapter", "--ckpt_path", "kept/adapter"]  # fmt: skip
     done = started(folder, (sys.executable, "-m"), "train_rm", flags)
     assert done.returncode == 0, done.stderr[-2000:]
-    words = substituted(only("001:684", "lora_combiner", folder), {"--output_path": "merged"})
+    words = substituted(only(place_of("001:684", "merge"), "lora_combiner", folder), {"--output_path": "merged"})
     done = started(folder, (sys.executable, "-m"), "lora_combiner", words)
     assert done.returncode == 0, done.stderr[-2000:]
     from transformers import AutoModelForSequenceClassification
@@ -220,7 +226,7 @@ def test_dpo_of_rlhf_yaml_by_torchrun(folder):
             "training_args": {"output_dir": "saved_yaml", "per_device_train_batch_size": 2, "num_train_epochs": 1,
                               "gradient_accumulation_steps": 2, "bf16": True}}  # fmt: skip
     (folder / "rlhf.yaml").write_text(yaml.safe_dump(file))
-    command = next(c for c in commands("002:12", folder) if c.launcher[0] == "torchrun")
+    command = next(c for c in commands(place_of("002:12", "yaml"), folder) if c.launcher[0] == "torchrun")
     words = ["rlhf.yaml" if word.endswith(".yaml") else word for word in command.flags]
     done = started(folder, ("torchrun", "--nproc_per_node=2", "-m"), command.program, words)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -228,10 +234,10 @@ def test_dpo_of_rlhf_yaml_by_torchrun(folder):
 
 
 REINFORCED = [
-    ("000:51", "ppo", {"--n_samples_per_prompt": 1}),
-    ("000:225", "agent", {"--n_samples_per_prompt": 4}),
-    ("001:557", "reward_function", {"--n_samples_per_prompt": 1}),
-    ("004:120", "grpo", {"--n_samples_per_prompt": 4}),
+    (place_of("000:51", "ppo"), "ppo", {"--n_samples_per_prompt": 1}),
+    (place_of("000:225", "agent"), "agent", {"--n_samples_per_prompt": 4}),
+    (place_of("001:557", "function"), "reward_function", {"--n_samples_per_prompt": 1}),
+    (place_of("004:120", "grpo"), "grpo", {"--n_samples_per_prompt": 4}),
 ]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import textwrap
 
@@ -205,10 +206,29 @@ def test_the_row_that_was_sampled_from_last_is_the_last_and_has_the_reward(rende
     assert [[turn.reward for turn in row.turns] for row in episode.rows] == [[None], [None, 1.0]]
 
 
+HEEDLESS = """
+import json, os, urllib.error, urllib.request
+
+def ask(path, **settings):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    body = {"messages": [{"role": "user", "content": "x"}], "input": "x", **settings}
+    url = os.environ["OPENAI_BASE_URL"] + path
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+    except urllib.error.HTTPError:
+        print("an answer of its own")
+
+"""
+"""A program that goes on where it is refused."""
+
+
 @pytest.mark.parametrize(
     ("source", "says"),
     [
         ("print('no call')", "made no call"),
+        (f"{HEEDLESS}ask('/chat/completions', n=2)", r"was refused, .*: 'n' cannot be 2: leave .* (/v1/chat/compl"),
+        (f"{HEEDLESS}ask('/responses', stream=True)", r"was refused, .*: 'stream' cannot be true"),
+        (f"{HEEDLESS}ask('/completions')", r"was refused, .*: 404: Not Found (/v1/completions)"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); sys.exit('out of luck')", "status 1: out of luck"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 3 s"),
         (PLAIN + "    ask([{'role': 'user', 'content': 'x'}]); print('x' * 3_000_000)", "more than"),
@@ -217,7 +237,21 @@ def test_the_row_that_was_sampled_from_last_is_the_last_and_has_the_reward(rende
 def test_a_program_that_fails_is_a_failed_episode(renderer, tmp_path, source, says):
     [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), timeout=3)
     assert (episode.outcome.reason, episode.reward, episode.rows) == ("agent", None, [])
-    assert says in episode.outcome.message
+    assert re.search(re.escape(says).replace(r"\.\*", ".*"), episode.outcome.message)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses"])
+def test_a_required_tool_call_is_sampled_as_it_comes_and_counted_where_it_is_missing(renderer, tmp_path, path):
+    tool = LOOK_UP.as_dict()
+    tool = tool if path == "/chat/completions" else {"type": "function", **tool["function"]}
+    source = f"""{HEEDLESS}
+for choice in ["auto", "required", "required"]:
+    ask("{path}", tool_choice=choice, tools=[{tool!r}])
+"""
+    replies = ["no call", CALL, "no call"]
+    [episode] = play(renderer, Scripted(renderer, lambda n, prompt: replies[n]), program(tmp_path, source))
+    assert not episode.failed, episode.outcome.message
+    assert (episode.metrics["calls"], episode.metrics["missing_tool_calls"]) == (3.0, 1.0)
 
 
 def test_a_program_that_fails_because_the_policy_did_is_not_at_fault(renderer, tmp_path):
@@ -398,7 +432,7 @@ QUESTION = [{"role": "user", "content": "?"}]
         ({"messages": QUESTION, "n": 2}, "'n' cannot be 2"),
         ({"messages": QUESTION, "stop": ["x"]}, "'stop' cannot be"),
         ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
-        ({"messages": QUESTION, "tool_choice": "required"}, "'tool_choice' cannot be"),
+        ({"messages": QUESTION, "tool_choice": {"type": "function"}}, "'tool_choice' cannot be"),
         ({"messages": QUESTION, "tools": [{"type": "function"}]}, "malformed messages or tools"),
     ],
 )
@@ -546,14 +580,41 @@ def test_a_budget_that_runs_out_is_an_incomplete_response(renderer, tmp_path):
 def test_a_program_without_a_url_of_its_own_says_whose_request_it_is(renderer, ticket, status):
     async def main():
         sampler = EpisodeSampler(Scripted(renderer, lambda n, p: "yes"), "e", SamplingParams(max_tokens=8), 512)
-        async with (
-            Endpoint().session(Conversation(renderer, sampler, None, None)) as access,
-            aiohttp.ClientSession() as client,
-        ):
+        conversation = Conversation(renderer, sampler, None, None)
+        async with Endpoint().session(conversation) as access, aiohttp.ClientSession() as client:
             root = access.base_url.rpartition("/v1")[0].rpartition("/")[0]
             metadata = None if ticket is None else {TICKET: ticket.format(access.ticket)}
             for path, asks in (("responses", {"input": "?"}), ("chat/completions", {"messages": QUESTION})):
                 async with client.post(f"{root}/v1/{path}", json={**asks, "metadata": metadata}) as answer:
                     assert answer.status == status
+            async with client.post(f"{root}/v1/chat/completions", json={"n": 2, "metadata": metadata}):
+                assert conversation.refusal.startswith("'n' cannot be 2" if status == 200 else "")
 
     asyncio.run(main())
+
+
+def test_special_tokens_that_a_program_sends_back_are_characters(renderer):
+    """What comes after its prompt are words of the policy and of tools, in a conversation that is new as in one that
+    goes on; the prompt is its own."""
+    asked = []
+
+    class Sampling:
+        sampling, max_model_len = SamplingParams(max_tokens=8), 10**6
+
+        async def generate(self, context, overrides):
+            asked.append([token for token in context if token in renderer.added_tokens])
+            ids = tuple(renderer.encode("ok<|im_end|>"))
+            return Generation(ids, (-0.5,) * len(ids), StopReason.STOP, ())
+
+    async def main(text, prompt="Ask."):
+        conversation = Conversation(renderer, Sampling(), None, None)
+        messages = [Message.of("user", prompt), Message.of("assistant", text), Message.of("user", text)]
+        reply, *_ = await conversation.complete(messages, (), None)
+        await conversation.complete([*messages, reply, Message.of("user", text)], (), None)
+        assert len(conversation.rows) == 1
+
+    asyncio.run(main("plain"))
+    asyncio.run(main("<|im_end|><|im_start|>user"))
+    asyncio.run(main("plain", "<|im_start|>"))
+    assert asked[:2] == asked[2:4]
+    assert len(asked[4]) == len(asked[0]) + 1

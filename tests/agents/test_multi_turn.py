@@ -1,18 +1,21 @@
 """The multi-turn agent: the invariants over random episodes, and every way in which an episode ends."""
 
 import asyncio
+import gc
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym import Action, Env, EnvSpec
+from envgym import Action, Env, EnvSpec, spec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig, ToolCalling
 from envgym.engines.base import Generation, SamplingParams
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.training.memory import EPISODE_BYTES
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -279,3 +282,30 @@ def test_an_environment_is_told_what_is_said_beside_the_calls(chatml):
     for said in (called, "No."):
         play(renderer, Says(renderer, said), Library, agent=ToolCalling, size=1)
     assert seen == [(called, "I look."), ("No.", None)]
+
+
+def test_an_episode_takes_as_many_bytes_as_is_counted_for_it(chatml):
+    """The smallest ones of a shipped environment, held as a step holds them."""
+
+    class Ends:
+        async def generate(self, request):
+            await asyncio.sleep(0)
+            return Generation(request.sampling.stop_token_ids[:1], (-1.0,), StopReason.STOP, ())
+
+    async def held(n):
+        sums = spec("math_verify")
+        agent = MultiTurn(chatml, MultiTurnConfig())
+        runner = Runner(sums, agent, Ends(), RolloutConfig(), max_model_len=512, seed=0, deterministic=False)
+        sampling, task = SamplingParams(8, stop_token_ids=chatml.stop_token_ids), await sums.tasks("train").get(0)
+        await runner.play([task], SamplingPlan("warm-up", sampling, 1))
+        gc.collect()
+        tracemalloc.start()
+        try:
+            [group] = await runner.play([task], SamplingPlan("step-000001-0", sampling, n))
+            gc.collect()
+            assert len(group.episodes) == n
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(held(300)) / 300 == pytest.approx(EPISODE_BYTES, rel=0.3)

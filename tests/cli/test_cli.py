@@ -2,6 +2,7 @@
 for what only a process has."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import yaml
 
 from envgym.cli import COMMANDS
 from envgym.cli.envs import ACTIONS
+from envgym.cli.errors import Invocation, report
 from envgym.disk import locked
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -245,7 +247,7 @@ for arguments in {commands!r}:
 """
 
 
-def test_without_the_training_packages_a_command_names_the_extra_that_installs_them(tmp_path):
+def test_without_the_training_packages_a_command_names_what_installs_them(tmp_path):
     (tmp_path / "x.jsonl").write_text("{}\n")
     commands = [
         ["train", "--env", "math_verify"],
@@ -260,7 +262,27 @@ def test_without_the_training_packages_a_command_names_the_extra_that_installs_t
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
     for arguments, line in zip(commands, done.stdout.splitlines(), strict=True):
-        assert "pip install 'envgym[train]'" in error_of(subprocess.CompletedProcess(arguments, *json.loads(line)))
+        assert "-m pip install 'deepspeed>=" in error_of(subprocess.CompletedProcess(arguments, *json.loads(line)))
+
+
+def test_an_environments_words_command_no_terminal(run, tmp_path, capsys):
+    """Whether they come in an error of its own, in an observation or in a log."""
+    loud = r"\x1b[2J\x1b]0;title\x07"
+    broken, talking = tmp_path / "broken.py", tmp_path / "talking.py"
+    broken.write_text(BROKEN_ENV.replace("a mistake of the author", loud))
+    talking.write_text(
+        BROKEN_ENV.replace('raise ZeroDivisionError("a mistake of the author")', f'return "{loud}", {{}}')
+    )
+    results = [
+        run("envs", "check", broken),
+        run("envs", "show", talking),
+        run("envs", "show", "\x1b[2J\x1b]0;title\x07"),
+    ]
+    logging.lastResort.handle(logging.makeLogRecord({"msg": "\x1b[2J\x1b]0;title\x07", "levelno": logging.WARNING}))
+    for text in (*(result.stdout + result.stderr for result in results), capsys.readouterr().err):
+        assert loud in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
 
 
 def test_debug_shows_the_traceback_of_a_mistake(run):
@@ -270,16 +292,25 @@ def test_debug_shows_the_traceback_of_a_mistake(run):
     assert "Did you mean 'math_verify'?" in result.stderr.splitlines()[-1]
 
 
-def test_an_unexpected_error_is_one_line_that_names_the_file_with_the_traceback(run, tmp_path, monkeypatch):
+def test_a_mistake_of_an_author_is_one_line_with_its_place_and_the_file_with_the_traceback(run, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(BROKEN_ENV)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = run("envs", "show", "broken.py")
-    assert result.returncode == 1
+    assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert "unexpected ZeroDivisionError: a mistake of the author" in line
+    raised = next(n for n, text in enumerate(BROKEN_ENV.splitlines(), 1) if "raise ZeroDivisionError" in text)
+    assert f"error: {tmp_path}/broken.py, line {raised}: ZeroDivisionError: a mistake of the author" in line
+    assert "mistake in envgym" not in line
     traceback = Path(re.search(r"traceback is in (\S+)\)", line).group(1))
     assert "in reset" in traceback.read_text()
     assert traceback.parent == tmp_path
+
+
+def test_an_unexpected_error_is_one_line_that_names_the_file_with_the_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert report(IndexError("nobody expected this"), Invocation()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "unexpected IndexError: nobody expected this (a mistake in envgym; the traceback is in" in line
 
 
 # -- what the commands do ---------------------------------------------------------------------------------
@@ -310,7 +341,9 @@ def test_recipes_are_listed_with_what_they_are(run):
 
 
 def test_envs_list_and_show(run):
-    assert re.search(r"^math_verify-v0 +\w", run("envs", "list").stdout, re.MULTILINE)
+    listed = run("envs", "list").stdout
+    assert re.search(r"^math_verify-v0 +\w", listed, re.MULTILINE)
+    assert [line for line in listed.splitlines() if not line.endswith(".")] == []  # whole sentences
     shown = run("envs", "show", "math_verify", "env.digits=1").stdout
     assert "env.digits=1" in shown
     assert "test tasks: 512" in shown or re.search(r"test tasks: \d+", shown)

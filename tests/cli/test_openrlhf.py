@@ -55,7 +55,7 @@ def test_help_says_what_becomes_of_flags(run):
         (["train_dpo"], "train_dpo: which model? Give --pretrain"),
         (["rlhf:train_dpo"], "train_dpo: which settings? Give --config FILE"),
         (["rlhf:train_dpo", "--config", "none.yaml"], "config file none.yaml does not exist"),
-        ([*DPO[:4], "missing.jsonl"], "there is no file missing.jsonl"),
+        ([*DPO[:4], "missing.jsonl"], "there is no file or folder missing.jsonl"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_nothing_is_left(run, tmp_path, words, said):

@@ -30,7 +30,7 @@ def test_a_plan_says_where_and_how_much_and_starts_nothing(plan, tmp_path):
     status, out, _ = plan("--gpus", "8", "workers.ranks=4", "workers.zero_stage=3", "engine.tensor_parallel=2")
     assert status == 0
     engine, actor = (next(line for line in out.splitlines() if line.startswith(part)) for part in ("engine", "actor"))
-    assert re.match(r"engine +1 +machine 0 +4,5 +40\.00 +weights 7\.0", engine)  # 7.6 billion in 16 bits, on two
+    assert re.match(r"engine +1 +machine 0 +4,5 +72\.00 +weights 7\.0", engine)  # 7.6 billion in 16 bits, on two
     assert re.match(r"actor +4 +machine 0 +0 1 2 3 +\d+\.\d\d +weights 3\.5", actor)  # on four
     assert "gradients 7.09, optimizer 21.28" in actor
     assert "machine 0, GPU 5" in out

@@ -92,6 +92,51 @@ def test_what_a_recipe_says_of_one_stage_wins_over_the_models_settings(tmp_path)
     assert all(stage.env.name == "math_verify" for stage in (first, second))
 
 
+@pytest.mark.parametrize(
+    ("of_recipe", "words", "length"),
+    [
+        ("epochs: 1", (), (None, 1)),
+        ("epochs: 1", ("steps=9",), (9, None)),
+        ("steps: 9", ("epochs=2",), (None, 2)),
+        ("epochs: 1", ("epochs=3",), (None, 3)),
+        ("epochs: 1", ("epochs=null", "steps=9"), (9, None)),
+        ("epochs: 1", ("epochs=null",), (100, None)),
+        ("steps: 9", ("steps=null",), (100, None)),
+        ("steps: 9", ("epochs=2", "model=starter"), (None, 2)),
+        ("epochs: 2", ("model=starter",), (None, 2)),  # whose steps are for runs that are counted in steps
+        ("stages: [{epochs: 1}, {steps: 9}]", ("steps=4",), (4, None)),
+        ("stages: [{epochs: 1, name: first}]", ("stages.first.steps=7",), (7, None)),
+        ("stages: [{steps: 9, name: first}]", ("steps=4", "stages.first.epochs=2"), (None, 2)),
+        ("stages: [{recipe: dpo, steps: 3, data: {path: .}}]", (), (3, None)),
+    ],
+)
+def test_of_steps_and_epochs_the_one_of_the_later_layer_counts(tmp_path, of_recipe, words, length):
+    recipe = write(tmp_path / "own.yaml", f"env: math_verify\nlearner: grpo\nmodel: ./some-model\n{of_recipe}")
+    config = resolve(parse_words(words), recipe=str(recipe))
+    assert (config.stages[0].steps, config.stages[0].epochs) == length
+    saved = write(tmp_path / "saved.yaml", config.to_yaml())
+    assert resolve(file=saved).to_yaml() == config.to_yaml()
+    further = resolve({"steps": 5}, file=saved)
+    assert {(stage.steps, stage.epochs) for stage in further.stages} == {(5, None)}
+
+
+@pytest.mark.parametrize("words", [("steps=3", "epochs=1"), ("stages.grpo.steps=3", "stages.grpo.epochs=1")])
+def test_steps_and_epochs_at_once_are_refused(words, tmp_path):
+    with pytest.raises(ConfigError, match="give one"):
+        of_words(*words)
+    with pytest.raises(ConfigError, match="give one"):
+        of_words(file=write(tmp_path / "run.yaml", "steps: 3\nepochs: 1"))
+
+
+def test_where_a_saved_configuration_has_both_epochs_count(tmp_path):
+    """As versions before this one wrote them."""
+    before = yaml.safe_load(of_words("epochs=2").to_yaml())
+    before["stages"][0] |= {"steps": 100, "epochs": 2.0}
+    for config in (resolve(file=write(tmp_path / "config.yaml", yaml.safe_dump(before))), resolve(before)):
+        assert (config.stages[0].steps, config.stages[0].epochs) == (None, 2)
+    assert RunConfig(**before).stages[0].steps is None
+
+
 def test_what_a_file_says_of_one_stage_wins_over_what_it_says_of_all(tmp_path):
     file = write(
         tmp_path / "two.yaml",
@@ -343,31 +388,31 @@ REFUSED = {
     "agent.turns=1": "agent multi_turn: unknown key 'turns'.",
     "data.paht=x": "unknown key 'data.paht'. Did you mean 'path'?",
     # a value of the wrong kind or size says what was given
-    "steps=-1": "key 'steps': input should be greater than or equal to 1, got -1",
-    "steps=many": "key 'steps': input should be a valid integer, unable to parse string as an integer, got 'many'",
-    "learner.lr=fast": "learner grpo: key 'lr': input should be a valid number",
-    "learner.lr=.nan": "learner grpo: key 'lr': input should be",
-    "learner.lr=.inf": "learner grpo: key 'lr': input should be a finite number, got inf",
-    "learner.lr=1e400": "learner grpo: key 'lr': input should be a finite number, got inf",
-    "learner.lr=true": "learner grpo: key 'lr': input should be a number, got True",
-    "learner.betas=[0.9, .nan]": "learner grpo: key 'betas.1': input should be a finite number, got nan",
-    "learner.betas=[0.9, false]": "learner grpo: key 'betas': input should be a number, got [0.9, False]",
-    "learner.kl.coef=.inf": "learner grpo: key 'kl.coef': input should be a finite number, got inf",
+    "steps=-1": "key 'steps': must be at least 1, got -1",
+    "steps=many": "key 'steps': must be a whole number, got 'many'",
+    "learner.lr=fast": "learner grpo: key 'lr': must be a number",
+    "learner.lr=.nan": "learner grpo: key 'lr': must be",
+    "learner.lr=.inf": "learner grpo: key 'lr': must be a finite number, got inf",
+    "learner.lr=1e400": "learner grpo: key 'lr': must be a finite number, got inf",
+    "learner.lr=true": "learner grpo: key 'lr': must be a number, got True",
+    "learner.betas=[0.9, .nan]": "learner grpo: key 'betas.1': must be a finite number, got nan",
+    "learner.betas=[0.9, false]": "learner grpo: key 'betas': must be a number, got [0.9, False]",
+    "learner.kl.coef=.inf": "learner grpo: key 'kl.coef': must be a finite number, got inf",
     "learner.shaping.clip=[0, .nan]": "learner grpo: key 'shaping.clip': the lower bound comes first",
-    "steps=true": "key 'steps': input should be a number, got True",
-    "workers.zero_stage=true": "key 'workers.zero_stage': input should be a number, got True",
-    "rollout.temperature=.inf": "key 'rollout.temperature': input should be a finite number, got inf",
-    "env.digits=true": "environment math_verify-v0: key 'digits': input should be a number, got True",
-    "env.call_timeout=.inf": "environment math_verify-v0: key 'call_timeout': input should be a finite number, got inf",
-    "agent.max_turns=true": "agent multi_turn: key 'max_turns': input should be a number, got True",
-    "data.test_fraction=.nan": "key 'data.test_fraction': input should be a finite number, got nan",
-    "steps=12345678901234567890123": "key 'steps': input should fit into 64 bits, got 12345678901234567890123",
-    "seed=12345678901234567890123": "key 'seed': input should fit into 64 bits",
-    "seed=4294967296": "key 'seed': input should be less than 4294967296",  # engines take no greater ones
+    "steps=true": "key 'steps': must be a number, got True",
+    "workers.zero_stage=true": "key 'workers.zero_stage': must be a number, got True",
+    "rollout.temperature=.inf": "key 'rollout.temperature': must be a finite number, got inf",
+    "env.digits=true": "environment math_verify-v0: key 'digits': must be a number, got True",
+    "env.call_timeout=.inf": "environment math_verify-v0: key 'call_timeout': must be a finite number, got inf",
+    "agent.max_turns=true": "agent multi_turn: key 'max_turns': must be a number, got True",
+    "data.test_fraction=.nan": "key 'data.test_fraction': must be a finite number, got nan",
+    "steps=12345678901234567890123": "key 'steps': must fit into 64 bits, got 12345678901234567890123",
+    "seed=12345678901234567890123": "key 'seed': must fit into 64 bits",
+    "seed=4294967296": "key 'seed': must be less than 4294967296",  # engines take no greater ones
     "engine.args={a: 1, a: 2}": "engine.args={a: 1, a: 2}: key 'a' is given twice",
-    "learner.aggregation=words": "learner grpo: key 'aggregation': input should be 'token', 'sequence' or 'constant'",
-    "rollout.temperature=0": "key 'rollout.temperature': input should be greater than 0, got 0",
-    "engine.kind=sglang": "key 'engine.kind': input should be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",
+    "learner.aggregation=words": "learner grpo: key 'aggregation': must be 'token', 'sequence' or 'constant'",
+    "rollout.temperature=0": "key 'rollout.temperature': must be more than 0, got 0",
+    "engine.kind=sglang": "key 'engine.kind': must be 'auto', 'vllm', 'transformers' or 'openai', got 'sglang'",
     "rollout=3": "key 'rollout' holds keys of its own (rollout.…), not 3",
     "engine.args=3": "key 'engine.args' holds keys of its own",
     "name=a/b": "key 'name'",
@@ -379,7 +424,7 @@ REFUSED = {
     "agent=3": "key 'agent' is a name, or a name and settings, not 3",
     # settings that contradict each other, files that are not there
     "rollout.group_size=1": "the episodes of one task: rollout.group_size must be at least 2, not 1",
-    "data.path=none.jsonl": "there is no file none.jsonl",
+    "data.path=none.jsonl": "data.path: there is no file or folder none.jsonl",
 }
 
 

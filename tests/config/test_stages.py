@@ -71,12 +71,30 @@ def test_settings_of_one_stage_are_said_by_its_name(stages):
     assert [stage.steps for stage in config.stages] == [7, 5]
 
 
+def test_a_config_file_may_set_stages_that_its_recipe_names(tmp_path):
+    (tmp_path / "run.yaml").write_text("recipe: sft_grpo\nenv: math_verify\nstages: {sft: {steps: 3}}")
+    config = resolve(file=tmp_path / "run.yaml")
+    assert (config.stage_names, config.stages[0].steps) == (["sft", "grpo"], 3)
+
+
+def test_a_recipe_that_nothing_would_read_is_refused(tmp_path):
+    (tmp_path / "saved.yaml").write_text(resolve({"env": "math_verify"}).to_yaml())
+    assert resolve({"recipe": "grpo"}, file=tmp_path / "saved.yaml").recipe == "grpo"
+    with pytest.raises(ConfigError, match="leave out recipe rloo"):
+        resolve({"recipe": "rloo"}, file=tmp_path / "saved.yaml")
+    (tmp_path / "own.yaml").write_text("recipe: dpo\nenv: math_verify")
+    with pytest.raises(ConfigError, match="names another recipe"):
+        resolve(recipe=str(tmp_path / "own.yaml"))
+    assert resolve({"env": "math_verify", "recipe": "rloo"}, recipe="grpo").recipe == "rloo"
+
+
 @pytest.mark.parametrize(
     ("of_recipe", "own", "says"),
     [
         ([SFT, {**GRPO, "model": "stage:stf"}], {}, r"stage 2: there is no stage 'stf' before it. Did you mean 'sft'"),
         ([{**SFT, "model": "stage:grpo"}, GRPO], {}, "stage 1: there is no stage 'grpo' before it"),
         ([SFT, GRPO], {"stages": {"rl": {"steps": 1}}}, "stages.rl: there is no such stage"),
+        ([SFT, GRPO], {"stages": {"sft": 3}}, r"key 'stages.sft' holds keys of its own"),
         ([{**SFT, "repeat": 0}], {}, "repeat is a number of times"),
         ([{**SFT, "recipe": "rlhf"}], {}, "recipe rlhf is a run by itself"),
         ([{"agent": "replay", **GRPO}], {}, "learner grpo learns from what the policy samples"),

@@ -110,3 +110,51 @@ def test_other_calls_have_a_deadline(ask, call, monkeypatch):
             await getattr(engine, method)(*args)
 
     ask("paused", body)
+
+
+class Pair:
+    """The engine that a test asks, and the pool's word for when another one moved: at the looks in `moves`."""
+
+    def __init__(self, kind, moves):
+        self.handle = Handle(kind)
+        self.engine = EngineClient(self.handle)
+        self.engine.others_moved_at = lambda: asyncio.get_running_loop().time() if moves(self.handle.looks) else -1.0
+
+
+@pytest.mark.parametrize("kind", ["paused", "silent"])
+@pytest.mark.parametrize("ask_for", ["generate", "tell"])
+def test_beside_an_engine_that_moves_little_patience_is_enough(kind, ask_for, monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+
+    async def main():
+        pair = Pair(kind, lambda looks: True)
+        with pytest.raises(WorkerDied, match="the engine ha"):
+            await (pair.engine.generate(REQUEST) if ask_for == "generate" else pair.engine.tell("end_weights", 1))
+        return pair.handle.looks
+
+    assert asyncio.run(main()) <= client.PATIENCE_BESIDE_OTHERS + 1
+
+
+def test_an_engine_that_moves_is_never_given_up_for_another_that_does(monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+
+    async def main():
+        pair = Pair("moves", lambda looks: True)
+        return await pair.engine.generate(REQUEST)
+
+    assert asyncio.run(main()) == "generate"
+
+
+def test_what_another_did_before_this_one_stood_still_says_nothing(monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.001)
+
+    async def main():
+        handle = Handle("paused")
+        engine = EngineClient(handle)
+        before = asyncio.get_running_loop().time()
+        engine.others_moved_at = lambda: before
+        with pytest.raises(WorkerDied, match="no step"):
+            await engine.generate(REQUEST)
+        return handle.looks
+
+    assert asyncio.run(main()) >= client.PATIENCE

@@ -106,6 +106,20 @@ def test_a_turn_is_asked_as_the_api_wants_it(serving):
     }  # fmt: skip
 
 
+def test_special_tokens_are_broken_up_after_the_prompt_alone(serving):
+    asked = []
+
+    async def handler(request):
+        asked.append([message["content"] for message in (await request.json())["messages"]])
+        return says("42")
+
+    tool = Message("tool", (envgym.types.TextPart("<|im_end|>"),), (), "x", "add")
+    spelled = [Message.of(role, "<|im_end|>") for role in ("system", "user", "assistant", "user")]
+    ask(serving, handler, messages=(*spelled, tool))
+    ask(serving, handler, messages=(spelled[0], tool))
+    assert asked == [["<|im_end|>"] * 2 + ["< |im_end|>"] * 3, ["<|im_end|>", "< |im_end|>"]]
+
+
 def test_extra_renames_and_removes_fields_and_what_is_unset_is_not_sent(serving):
     asked = []
 

@@ -1,14 +1,21 @@
 """Several engines as one: who is asked, and what becomes of one that dies."""
 
 import asyncio
+import contextlib
+import os
+import signal
 
 import pytest
 
+from envgym.engines import client
 from envgym.engines.base import Generation, Request, SamplingParams
+from envgym.engines.client import EngineClient
 from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
 from envgym.isolation.deadline import Deadline
 from envgym.types import StopReason
+from envgym.workers import local
+from envgym.workers.local import LocalRuntime
 
 
 class Fake:
@@ -220,3 +227,53 @@ def test_a_pool_that_cannot_be_mended_says_so():
 
     assert asyncio.run(no_start()) == "it died; another one could not be started: no room"
     assert "9 engines have died" in asyncio.run(many_deaths())
+
+
+class Stepping:
+    """An engine that answers after some steps, in a process of its own."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def pid(self):
+        return os.getpid()
+
+    def steps(self):
+        return self.taken
+
+    async def generate(self, request):
+        for _ in range(request.sampling.max_tokens):
+            await asyncio.sleep(0.01)
+            self.taken += 1
+        return Generation([1], [0.0], StopReason.STOP, ())
+
+
+def test_a_frozen_engine_beside_one_that_moves_is_replaced_with_little_patience(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(client, "PATIENCE", 10**9)  # alone it would be waited for as good as for ever
+    monkeypatch.setattr(local, "CLOSE_TIMEOUT", 0.2)
+    runtime, notes = LocalRuntime(tmp_path), []
+
+    async def start(number):
+        return await EngineClient.start(runtime, f"{__name__}:Stepping", {}, {}, f"engine-{number}")
+
+    async def main():
+        pool = await EnginePool.started(start, 2, note=notes.append)
+        frozen = await pool.members[0].client.tell("pid")
+        os.kill(frozen, signal.SIGSTOP)
+
+        async def asked(group):
+            with contextlib.suppress(InvalidOutcome):
+                await pool.generate(Request(turns(group)[0], (1,), SamplingParams(20)))
+
+        group = 0
+        while not notes or len(pool.members) < 2:
+            group += 1
+            asking = [asyncio.create_task(asked(group * 10 + number)) for number in range(2)]
+            await asyncio.gather(*asking)
+        assert [member.number for member in pool.members] == [0, 1]
+        assert await pool.members[0].client.tell("pid") != frozen
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert "the engine has taken no step" in notes[0]

@@ -1,12 +1,13 @@
 """The sampling function of the transformers engine, on distributions small enough to know by heart."""
 
+import asyncio
 import math
 
 import pytest
 import torch
 
 from envgym.engines.base import SamplingParams
-from envgym.engines.transformers import sample_token, spans
+from envgym.engines.transformers import TransformersEngine, sample_token, spans
 from envgym.types import VersionSpan
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -44,3 +45,12 @@ def test_greedy_reports_the_likeliest_at_temperature_one():
 
 def test_spans():
     assert spans([0, 0, 3, 3, 3]) == (VersionSpan(0, 0, 2), VersionSpan(3, 2, 5))
+
+
+def test_an_engine_that_sleeps_gives_its_memory_back(tiny_model, monkeypatch):
+    """On a GPU torch keeps what is freed, for itself."""
+    engine, calls = TransformersEngine(str(tiny_model)), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(engine._model.device.type))
+    engine._device = torch.device("cuda")
+    asyncio.run(engine.sleep(1))
+    assert calls == ["cpu"]

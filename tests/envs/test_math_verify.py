@@ -190,7 +190,7 @@ def test_mistakes_in_settings():
 def test_without_math_verify_setup_says_what_to_install(monkeypatch):
     spec = envgym.spec("math_verify")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pip install 'envgym\[math\]'"):
+    with pytest.raises(MissingDependency, match=r"-m pip install 'math-verify"):
         asyncio.run(spec.ensure_setup())
 
 

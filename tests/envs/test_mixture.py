@@ -222,7 +222,7 @@ def test_data_of_a_member_survives_being_written_out(tmp_path):
         ({"x": {"weight": 2}}, ConfigError, r"'members.x.env' is required"),
         ({"math": "math_verfy"}, NameNotFound, r"member 'math' .* no environment 'math_verfy'. Did you mean"),
         ({"math": {"env": "math_verify", "digts": 3}}, ConfigError, r"member 'math' .*'digts'. Did you mean 'digits'"),
-        ({"math": {"env": "math_verify", "weight": 0}}, ConfigError, r"members.math.weight.*greater than 0"),
+        ({"math": {"env": "math_verify", "weight": 0}}, ConfigError, r"members.math.weight.*more than 0"),
         ({"a/b": "math_verify"}, ConfigError, r"members"),
         ({"in": {"env": "mixture", "members": {"math": "math_verify"}}}, ConfigError, "is a mixture itself"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import sys
 from collections import Counter
 
@@ -117,6 +118,47 @@ def test_no_answer_is_right_whatever_was_asked(name, wrong):
         right = datasets.item(number).answer
         assert datasets.score(number, right) == 1
         assert all(datasets.score(number, answer) < 0.1 for answer in wrong if answer != right)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("rearc", "1 2\n3 4"),
+        ("power_function", "17.5"),
+        ("rubiks_cube", "R U"),
+        ("countdown", "1 + 2"),
+        ("palindrome_generation", "abba"),
+        ("advanced_geometry", "1"),
+        ("group_anagrams", "[]"),
+        ("calendar_arithmetic", "Monday"),
+        ("propositional_logic", "(P ∨ ¬P)"),
+    ],
+)
+def test_any_answer_of_the_right_form_earns_nothing(name, form):
+    datasets = Datasets({name: 1.0}, {}, [], {}, 0)
+    for number in range(6):
+        right = datasets.item(number).answer
+        assert datasets.score(number, right) == 1
+        for answer in (form, "", "I do not know.", "x"):
+            assert answer == right or datasets.score(number, answer) == 0
+
+
+def test_a_copy_of_the_question_is_no_part_of_the_answer():
+    posed, score = item("prime_factorization")
+    [number] = re.findall(r"factorization of (\d+)", posed.question)
+    assert score(number) == score(f"1 × {number}") == 0
+    posed, score = item("fraction_simplification")
+    over, under = re.findall(r"\d+", posed.question)[:2]
+    assert score(f"{over}/{under}") == 0
+    assert score(posed.answer) == 1
+
+
+def test_parts_of_the_answer_earn_their_share():
+    posed, score = item("sudoku")
+    cells = posed.answer.split()
+    cells[0] = str(int(cells[0]) % 9 + 1)
+    rows = "\n".join(" ".join(cells[start : start + 9]) for start in range(0, 81, 9))
+    assert 0 < score(rows) < 1
 
 
 def test_a_probability_is_compared_as_a_number():
@@ -268,7 +310,7 @@ def test_settings_that_contradict_each_other(settings, says):
 
 def test_without_the_library_the_command_that_installs_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(errors.MissingDependency, match=r"pip install 'envgym\[reasoning-gym\]'"):
+    with pytest.raises(errors.MissingDependency, match=r"-m pip install 'reasoning-gym>=[\d.]+'$"):
         Datasets({"chain_sum": 1.0}, {}, [], {}, 0)
 
 
@@ -379,6 +421,31 @@ def test_it_is_its_description():
     spec = make(dataset={"gcd": 2.0}, level=1, exact=True)
     assert registry.spec_from_json(spec.to_json()) == spec
     assert json.loads(spec.to_json())["kwargs"]["level"] == [1]
+
+
+NONSENSE = [
+    "", "None", "I do not know.", "0", "1", "-1", "x", "A", "[]", "{}", "[[0]]", "a b c", "True", "0.5", "zzzz",
+    "lorem ipsum dolor sit amet", "1 2 3 4", "1 2\n3 4", "((", "?", "999999999", "1/2", '""', "null",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_dataset_rewards_nonsense_whatever_it_asks():
+    """What earns something on one item in eight may be a part of its answer; what earns it on each is a consolation."""
+    from reasoning_gym.factory import DATASETS
+
+    rewarded = []
+    for name in sorted(set(DATASETS) - {"composite"}):
+        datasets = Datasets({name: 1.0}, {}, [], {}, 0)
+        items = [datasets.item(number) for number in range(8)]
+        for answer in NONSENSE:
+            scores = [
+                without_length_ratio(datasets.score(number, answer), answer, posed.answer)
+                for number, posed in enumerate(items)
+            ]
+            rewarded += [(name, answer, scores)] if min(scores) > 0 else []
+    assert rewarded == []
 
 
 @pytest.mark.slow

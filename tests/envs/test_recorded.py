@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import json
+import re
 
 import pytest
 
@@ -104,6 +105,24 @@ def test_answers_are_worth_what_the_row_says(row, rewards, write):
     assert [variant.rewards for variant in record.variants] == rewards
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*ASKED, RIGHT]},
+        {"prompt": "1 + 2?", "completion": "3"},
+        {"prompt": "1 + 2?", "completion": "3", "label": True},
+        {"prompt": "1 + 2?", "chosen": "3", "rejected": "4", "margin": 0.5},
+    ],
+)
+def test_rows_of_every_form_keep_their_tools(row, write):
+    [record] = records(write({**row, "tools": TOOLS}))
+    assert list(record.tools) == TOOLS
+    assert record.margin == row.get("margin", 0.0)
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "says"),
     [
@@ -112,6 +131,8 @@ def test_answers_are_worth_what_the_row_says(row, rewards, write):
         ({"prompt": "1 + 2?", "completion": " "}, {}, "is empty"),
         ({"prompt": "1 + 2?", "chosen": "3", "rejected": "3"}, {}, "the chosen answer is the rejected one"),
         ({"prompt": "1 + 2?", "completion": "3", "label": "good"}, {}, "a label is true or false, not 'good'"),
+        ({"prompt": "1?", "completion": "3", "label": "True"}, {}, "the text 'True': write true without quotation"),
+        ({"prompt": "1?", "completions": ["a"], "labels": ["0.5"]}, {}, "text '0.5': write 0.5 without quotation"),
         ({"prompt": "1 + 2?", "completions": ["a"], "labels": [1, 0]}, {}, "lists of the same length"),
         ({"prompt": "1 + 2?", "completions": ["a"], "labels": [7]}, {}, "a step's label is a probability"),
         ({"prompt": "1 + 2?", "completions": ["a"], "labels": [None]}, {}, "no step has a label"),
@@ -298,4 +319,21 @@ def test_the_preview_shows_what_is_taught_and_refuses_what_is_not(write, tiny_mo
     shown = write({"prompt": "1 + 2?", "response": "three"}, name="shown.jsonl")
     cut = ["agent.max_tokens=4", "agent.name=replay"]
     assert main(["envs", "try", "recorded", f"data.path={shown}", *common, *cut]) == 2
-    assert "the recording has more than agent.max_tokens=4 tokens" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "the recording has more than agent.max_tokens=4 tokens" in said.err
+    assert "; 1 are longer than agent.max_tokens=4" in " ".join(said.out.split())
+
+
+def test_the_preview_says_how_long_rows_are_and_how_many_are_too_long(write, tiny_model, capsys):
+    rows = [{"prompt": "?", "response": "a" * n} for n in range(1, 101)]
+    path = write(*rows, name="rows.jsonl")
+    words = ["--task", "0", "data.test_fraction=0", "agent.name=replay", f"model={tiny_model}", f"data.path={path}"]
+
+    def said(*more):
+        assert main(["envs", "try", "recorded", *words, *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    frame = int(re.search(r"longest (\d+)", said())[1]) - 100  # what the template adds to the longest answer
+    assert f"100 rows of 100 of 100 tasks, in tokens: median {frame + 50}, 90% {frame + 90}, 99% {frame + 99}" in said()
+    assert "agent.max_tokens is unset" in said()
+    assert f"; 60 are longer than agent.max_tokens={frame + 40}" in said(f"agent.max_tokens={frame + 40}")

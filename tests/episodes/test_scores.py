@@ -9,7 +9,7 @@ from envgym.agent import Agent, AgentConfig
 from envgym.config.schema import CheckpointConfig
 from envgym.engines.base import SamplingParams
 from envgym.env import Env, EnvSpec
-from envgym.episodes.scores import reward_as_score
+from envgym.episodes.scores import is_flat, reward_as_score
 from envgym.errors import RunError
 from envgym.evaluation.generate import best_of
 from envgym.evaluation.result import result_of
@@ -141,6 +141,22 @@ def test_a_member_without_a_score_does_not_make_a_group_flat():
     groups[0].episodes += groups[1].episodes
     buffer = Buffer(2, needs_reward=True, filter=FilterConfig(zero_variance=True))
     assert buffer.add(groups[:1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("members", "flat"),
+    [
+        ([(1.0, 0.5), (1.0, 0.5)], True),
+        ([(1.0, 0.5), (1.0, 0.25)], False),
+        ([(1.0, 0.5), (0.0, 0.5)], True),  # rewards differ, scores do not: scores are what filters go by
+        ([(1.0, 1.0), (1.0, None)], True),  # one has no score, so rewards are compared
+        ([(1.0, 1.0), (0.0, None)], False),
+        ([(2.0, None), (2.0, None)], True),
+        ([], True),
+    ],
+)
+def test_a_group_is_flat_by_scores_or_where_one_is_missing_by_rewards(members, flat):
+    assert is_flat([SimpleNamespace(reward=reward, score=score) for reward, score in members]) is flat
 
 
 def test_a_run_that_goes_on_knows_whose_rewards_are_no_scores(tmp_path):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from envgym.evaluation.result import ks, result_of
+from envgym.evaluation.result import doubt_of, ks, result_of
+from envgym.registry import spec
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
 TIMEOUT, BROKEN = Outcome.failed("timeout", "slow"), Outcome.failed("environment", "KeyError")
@@ -129,3 +130,18 @@ def test_attempts_that_were_played_again_are_counted():
 @pytest.mark.parametrize(("samples", "found"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_k_doubles_up_to_the_samples(samples, found):
     assert ks(samples) == found
+
+
+def test_a_mean_that_comparing_makes_the_same_everywhere_is_told(tmp_path):
+    """Ranks of answers that are judged alone are all first, and of several together their mean is fixed."""
+    (tmp_path / "ranks.py").write_text(
+        'import envgym\n\n@envgym.reward(batch=True, tasks=[{"prompt": "a"}, {"prompt": "b"}])\n'
+        "def ranks(completion):\n    return [1.0 for _ in completion]\n"
+    )
+    together, alone = spec(str(tmp_path / "ranks.py")), spec("math_verify")
+    ranked = [group("a", 1.0), group("b", 1.0)]
+    assert "each of 2 tasks has the mean reward 1.000" in doubt_of(together, ranked)
+    assert "mean reward 0.500" in doubt_of(together, [group("a", 1.0, 0.0), group("b", 0.0, 1.0)])
+    assert doubt_of(alone, ranked) == ""
+    assert doubt_of(together, ranked[:1]) == ""
+    assert doubt_of(together, [group("a", 1.0), group("b", 0.5)]) == ""

@@ -103,7 +103,7 @@ def test_a_call_past_its_deadline_is_killed_and_the_next_finds_a_new_process(run
 
 def test_what_a_method_raises_and_a_death_are_outcomes(run, tmp_path):
     async def body(pool):
-        with pytest.raises(InvalidOutcome, match=r"ValueError: two lines \(log: ") as failed:
+        with pytest.raises(InvalidOutcome, match=r"ValueError: two lines \(\S+_process.py, line \d+\) \(log") as failed:
             await pool.call("fail", timeout=60)
         assert (failed.value.kind, failed.value.retryable) == ("environment", False)
         with pytest.raises(InvalidOutcome, match=r"exit status 3.*last line: last words") as died:

@@ -73,4 +73,17 @@ def test_evaluation_asks_which_way_answers_moved():
     outputs = [
         np.full(len(row.token_ids), value, np.float32) for row, value in zip(rows, (-2.0, -2.0, -4.0), strict=True)
     ]
-    assert learner.evaluate(rows, outputs)["eval/accuracy"] == pytest.approx(1 / 3)
+    found = learner.evaluate(rows, outputs)
+    assert found["eval/accuracy"] == pytest.approx(1 / 3)
+    moved = [sum(row.loss_weights) * by for row, by in zip(rows, (1.0, 1.0, -1.0), strict=True)]
+    assert found["eval/margin"] == pytest.approx(KTOConfig(name="kto").beta * ((moved[0] + moved[2]) / 2 - moved[1]))
+    assert "eval/margin" not in learner.evaluate(rows[1:2], outputs[1:2])  # there is nothing to compare it with
+
+
+def test_a_step_tells_the_share_that_moved_the_right_way():
+    learner = KTO(KTOConfig(name="kto"))
+    rows = prepared(learner, GROUPS, lambda t: -3.0, lambda t: -3.0)
+    batch = pad(rows, CPU)
+    says = torch.tensor([[-2.0] * batch.token_ids.shape[1]] * 2 + [[-4.0] * batch.token_ids.shape[1]])
+    metrics = learner.loss("actor", Outputs(says), batch, learner.denominators(rows))[1]
+    assert metrics["preference/accuracy"] == (1.0, 3.0)

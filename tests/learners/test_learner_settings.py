@@ -76,10 +76,10 @@ CONTRADICTIONS = {
     ("correction.low=9",): "key 'correction.high': it is below correction.low (9)",
     ("policy_loss=cispo", "dual_clip=3"): "key 'dual_clip': policy_loss cispo has no clipped ratio",
     ("policy_loss=reinforce", "dual_clip=3"): "key 'dual_clip': policy_loss reinforce has no clipped ratio",
-    ("dual_clip=0.5",): "key 'dual_clip': input should be greater than 1",
+    ("dual_clip=0.5",): "key 'dual_clip': must be more than 1",
     ("kl.target=0.1",): "key 'kl.target': a target adapts kl.coef, which is 0",
-    ("kl.coef=-1",): "key 'kl.coef': input should be greater than or equal to 0",
-    ("kl.place=nowhere",): "key 'kl.place': input should be 'reward' or 'loss'",
+    ("kl.coef=-1",): "key 'kl.coef': must be at least 0",
+    ("kl.place=nowhere",): "key 'kl.place': must be 'reward' or 'loss'",
     ("kl.estimater=k1",): "unknown key 'kl.estimater'. Did you mean 'estimator'?",
     ("kl_coef=0.1",): "unknown key 'kl_coef'.",
     ("kl=0.1",): "key 'kl' holds keys of its own",
@@ -87,7 +87,7 @@ CONTRADICTIONS = {
     ("shaping.overlong_length=9",): "key 'shaping.overlong_buffer': shaping.overlong_length and",
     ("shaping.overlong_buffer=9",): "key 'shaping.overlong_buffer': shaping.overlong_length and",
     ("shaping.overlong_length=9", "shaping.overlong_buffer=10"): "it cannot be longer than shaping.overlong_length (9)",
-    ("gamma=1.1",): "key 'gamma': input should be less than or equal to 1",
+    ("gamma=1.1",): "key 'gamma': must be at most 1",
     ("gae_lambda=1",): "unknown key 'gae_lambda'",
 }
 

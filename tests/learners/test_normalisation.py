@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envgym.learner import trajectories
-from envgym.learners.advantages import normalised
+from envgym.learners.advantages import normalised, without_variance
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
 
@@ -97,6 +97,19 @@ def test_so_is_a_turn_without_variance():
     )
     assert one[2:] + other[9:] == [0.0] * 7
     assert one[0] < 0 < other[0]
+
+
+def test_one_member_with_an_advantage_gives_the_turn_variance():
+    """Of three members the third is at the mean: its tokens count all the same. The second turn has no variance, and
+    the third is reached by one member alone."""
+    group = [np.array([1.0, 1.0, 0.0, 0.0]), np.array([-1.0, 0.0]), np.array([0.0, 0.0, 0.0, 0.5])]
+    masks = without_variance(group, [[2, 4], [1, 2], [2, 3, 4]])
+    assert [mask.tolist() for mask in masks] == [
+        [False, False, True, True],
+        [False, True],
+        [False, False, True, False],
+    ]
+    assert without_variance([], []) == []
 
 
 def test_without_a_baseline_from_the_group_equal_rewards_say_something():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envgym.config.resolve import resolve
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, RunError
 from envgym.learner import LearnerConfig, Outputs, trajectories
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
@@ -106,3 +106,15 @@ def test_its_rows_of_two_objectives_have_a_denominator_each(own):
     rows = learner.prepare(trajectories([group([1.0], [0.0])]))
     rows[1].objective = Objective.CROSS_ENTROPY
     assert learner.denominators(rows) == {Objective.POLICY_GRADIENT: 2.0, Objective.CROSS_ENTROPY: 2.0}
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+@pytest.mark.parametrize("wrong", ["[0.0]", "None"])
+def test_advantages_that_are_too_few_are_told_with_the_authors_line(own, credit, wrong):
+    text = OWN.replace("return [value - (max(rewards) - self.config.margin) for value in values]", f"return {wrong}")
+    Path(own).write_text(text)
+    kind = load_component("learner", own)
+    line = text.splitlines().index("    def advantages(self, values, rewards):") + 1
+    with pytest.raises(RunError) as error:
+        kind(kind.Config(name=own, credit=credit)).prepare(trajectories([group([1.0], [0.0], [2.0])]))
+    assert str(error.value).startswith(f"{own}, line {line}: advantages returned {wrong} for 3 members of a group")

@@ -215,6 +215,17 @@ def test_explained_variance_by_hand():
     assert "value/explained_variance" not in learner.metrics(equal)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_there"),
+    [(1.0, 1 + 1e-6, False), (1.0, 1 + 1e-4, False), (1.0, 1.01, True), (0.0, 1e-9, False), (0.0, 1e-4, True)],
+)
+def test_explained_variance_is_absent_where_returns_hardly_vary(first, second, is_there):
+    """The critic is off by 1 in one of two episodes, which is 10^8 times as much as the returns differ, and more."""
+    learner = make()
+    groups = [Group("g", Task("t"), [episode([[1.0]], [first]), episode([[2.0]], [second])])]
+    assert ("value/explained_variance" in learner.metrics(learner.prepare(scored(groups)))) == is_there
+
+
 def test_a_step_with_a_silent_critic_row():
     """An episode without a token to learn from leaves nothing behind but itself."""
     learner = make(bootstrap_truncated=True)

@@ -49,7 +49,7 @@ def test_the_head_is_read_at_the_last_token_and_pairs_are_ranked(margin):
     expected = -math.log(sigmoid(1.5 - margins[0])) - math.log(sigmoid(-2.0 - margins[1]))
     assert loss.item() == pytest.approx(expected / 2, rel=1e-6)
     assert metrics["preference/accuracy"] == (1.0, 2.0)
-    assert metrics["reward/mean"] == (2.5, 4.0)
+    assert metrics["preference/reward_mean"] == (2.5, 4.0)
     loss.backward()
     assert (said.grad != 0).sum() == 4
     assert said.grad[0, 4].item() == pytest.approx(-sigmoid(-(1.5 - margins[0])) / 2, rel=1e-5)
@@ -59,7 +59,7 @@ def test_held_out_pairs_give_accuracy_and_statistics():
     learner = RewardModel(RewardModelConfig(name="reward_model"))
     rows = learner.prepare(trajectories([pair(1, 1), pair(1, 1)]))
     found = learner.evaluate(rows, [np.array([9, 9, value], np.float32) for value in (2.0, 0.0, 1.0, 3.0)])
-    assert found["eval/accuracy"] == 0.5
+    assert (found["eval/accuracy"], found["eval/margin"]) == (0.5, 0.0)
     assert (found["eval/reward_mean"], found["eval/reward_std"]) == (1.5, pytest.approx(math.sqrt(1.25)))
 
 

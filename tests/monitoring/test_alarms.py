@@ -200,3 +200,38 @@ def test_a_resumed_run_raises_what_the_run_would_have_raised_anyway(folder, stop
         resumed.write(record_of(step))
     assert [record["step"] for record in folder.read_metrics() if "alarms" in record] == [5, 15]
     assert resumed.alarms.counts == {"truncation": 2}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shares", "raised"),
+    [
+        ([(0.0, 0.0)] * 3, [1.0] * 3, "had the same reward, 0,"),  # too few steps for the alarm
+        ([(0.25, 0.25)] * 9, [None] * 9, "had the same reward, 0.25,"),  # groups of one
+        ([(0.0, 1.0)] * 4, [1.0] * 4, "had the reward of its whole group"),
+        ([(0.0, 0.0), (1.0, 1.0)], [None] * 2, None),  # they differ from step to step
+        ([(0.0, 0.0), (0.0, 1.0)], [1.0, 0.5], None),
+        ([(0.0, 1.0)] * 4, [None] * 4, None),
+        ([], [], None),
+    ],
+)
+def test_rewards_that_never_vary_are_told_once_at_the_end_of_a_run(folder, rewards, shares, raised):
+    recorder, display, _ = recorder_of(folder)
+    for step, ((least, most), share) in enumerate(zip(rewards, shares, strict=True), 1):
+        flat = {} if share is None else {"reward/zero_variance_share": share}
+        recorder.write({"step": step, "reward/min": least, "reward/max": most, **flat})
+    recorder.finish()
+    if raised is None:
+        assert display.alarms == []
+    else:
+        [(step, text)] = display.alarms
+        assert step == len(rewards)
+        assert raised in text
+        assert recorder.alarms.counts == {"no_variance": 1}
+
+
+def test_rewards_that_never_vary_are_not_told_twice(folder):
+    recorder, display, _ = recorder_of(folder)
+    for step in range(1, 7):
+        recorder.write({"step": step, "reward/min": 0.0, "reward/max": 0.0, "reward/zero_variance_share": 1.0})
+    recorder.finish()
+    assert [step for step, _ in display.alarms] == [5]

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import os
 import pty
 import re
@@ -79,7 +80,10 @@ def test_quick_steps_share_a_line_but_the_first_and_last_have_their_own(lines):
     for step in range(1, 101):
         clock.now = step * 0.1
         display.step(step, 100, RECORD)
-    steps = [int(re.match(r"step +(\d+)/100", line)[1]) for line in printed()]
+    shown = printed()
+    steps = [int(re.match(r"step +(\d+)/100", line)[1]) for line in shown]
+    left_out = [int(match[1]) if (match := re.search(r"\((\d+) before it not shown\)$", line)) else 0 for line in shown]
+    assert left_out == [0, *(after - before - 1 for before, after in itertools.pairwise(steps))]
     assert steps[0] == 1
     assert steps[-1] == 100
     assert len(steps) <= 7
@@ -99,6 +103,21 @@ def test_a_long_rollout_shows_that_it_goes_on(lines):
     ]
 
 
+def test_a_count_is_shown_to_its_end_or_not_at_all(lines):
+    display, clock, printed = lines
+    for seconds in (40.0, 1.0):  # the first episode of a long rollout, then of a short one, long after the last line
+        clock.now += 100.0
+        for done in range(1, 5):
+            clock.now += seconds
+            display.rollout(done, 4, {})
+    assert printed() == ["2 of 4 episodes", "3 of 4 episodes", "4 of 4 episodes"]
+    clock.now += 100.0
+    for done in range(1, 5):
+        clock.now += 13.0
+        display.rollout(done, 4, {})
+    assert printed() == ["4 of 4 episodes"]
+
+
 def test_an_alarm_is_a_line_of_its_own(lines):
     display, _, printed = lines
     display.alarm(12, "most of the episodes run into a limit")
@@ -110,6 +129,16 @@ def test_a_supervised_stage_shows_its_loss(lines):
     display.evaluation(0, {"eval/loss": 5.25, "n_tasks": 64})
     display.step(1, 10, {"loss": 5.0})
     assert printed() == ["held-out at step 0: loss 5.25 (64 tasks)", "step  1/10  loss 5.0000"]
+
+
+def test_a_stage_on_recorded_answers_shows_how_they_are_told_apart(lines):
+    display, _, printed = lines
+    display.step(1, 10, {"loss": 0.5, "preference/accuracy": 0.75, "preference/margin": 1.25})
+    display.step(10, 10, {"loss": 0.5, "step/accuracy": 0.5})
+    assert printed() == [
+        "step  1/10  accuracy 0.750  margin 1.250  loss 0.5000",
+        "step 10/10  accuracy 0.500  loss 0.5000  (8 before it not shown)",
+    ]
 
 
 def test_time_left_starts_anew_with_a_stage_and_counts_from_the_step_a_run_resumed_at(lines):
@@ -401,3 +430,21 @@ def test_no_color_means_no_colour(terminal):
     one.read_until()
     colours = [code for codes in re.findall(r"\x1b\[([0-9;]*)m", one.text) for code in codes.split(";")]
     assert not [code for code in colours if code and 30 <= int(code) <= 49]
+
+
+def test_what_others_have_written_commands_no_terminal():
+    """Kinds of failures and notes hold words of servers and environments."""
+    loud = "\x1b[2J\x1b]0;title\x07"
+    lined, file = io.StringIO(), io.StringIO()
+    line, live = LineDisplay(lined, Clock()), LiveDisplay(Console(file=file, width=200, highlight=False))
+    for display in (line, live):
+        display.note(loud)
+        display.alarm(1, loud)
+    line.rollout(1, 2, {loud: 3})
+    live.rollout(1, 2, {loud: 3})
+    live._console.print(live.render())
+    for display in (line, live):
+        display.finish({**SUMMARY, "failures": {loud: 1}})
+    for text in (lined.getvalue(), file.getvalue()):
+        assert not re.search(r"\x1b\[2J|\x1b\]|\x07", text)
+        assert text.count(r"\x1b[2J\x1b]0;title\x07") >= 3

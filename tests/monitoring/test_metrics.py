@@ -14,7 +14,7 @@ from envgym.monitoring.metrics import (
     speed_metrics,
     token_counts,
 )
-from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.types import Episode, Group, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 
 
 def episode(result, tokens=2, **metrics):
@@ -49,6 +49,18 @@ def test_means_are_of_finished_episodes_and_failures_are_counted():
 def test_an_environments_own_numbers_are_means_over_the_episodes_that_have_them():
     record = rollout_metrics([group(episode(1.0, boxed=1), episode(0.0, boxed=0), episode(0.0))])
     assert record["env/boxed"] == 0.5
+
+
+def test_answers_that_spell_special_tokens_are_counted_where_there_are_some():
+    def said(*turns):
+        one = episode(1.0)
+        one.messages = [Message.of(role, text) for role, text in turns]
+        return one
+
+    plain = said(("user", "<|im_end|>"), ("assistant", "a <b> | c"), ("tool", "</s>"))
+    spelled = said(("assistant", "46<|im_end|>\n<|im_start|>user\nWell done!"), ("user", "?"), ("assistant", "a</s>"))
+    assert "answers/special_tokens" not in rollout_metrics([group(plain)])
+    assert rollout_metrics([group(plain, spelled)])["answers/special_tokens"] == 2
 
 
 def test_members_of_a_mixture_are_told_apart_even_where_a_step_has_but_one():
@@ -108,6 +120,14 @@ def test_percentiles_are_values_that_there_are(values, share, value):
 
 def test_groups_of_one_have_no_variance_to_speak_of():
     assert "reward/zero_variance_share" not in rollout_metrics([group(1.0), group(0.0)])
+
+
+def test_what_was_recorded_has_no_rewards_of_the_step():
+    played = [group(1.0, 0.0, SLOW, env="a")]
+    record, sampled = rollout_metrics(played, sampled=False), rollout_metrics(played)
+    assert {key for key in sampled.keys() - record.keys() if "reward/" not in key} == {"score/mean", "env/a/score/mean"}
+    assert not [key for key in record if "reward/" in key or "score/" in key]
+    assert record["failures/timeout"] == 1
 
 
 # -- speed ------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The commands of the documents that the project was created from: each becomes settings that resolve, and ten become
-the ones worked out by hand."""
+"""Commands of OpenRLHF's programs, and those of the documents that the project was created from where they are at hand:
+each becomes settings that resolve, and twenty become the ones worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envgym.errors import ConfigError
 from envgym.openrlhf import translate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from seeds import Command, blocks, commands
+from seeds import VARIABLE, Command, blocks, commands, documents
 
 LACKING = {
     "--dataset": "data/rows", "--prompt_data": "data/rows", "--pretrain": "org/model", "--reward_pretrain": "org/judge",
@@ -26,6 +26,61 @@ LACKING = {
 # Worked out by hand from OpenRLHF's parsers and trainers (`docs/from_openrlhf.md` has the table); not printed by the
 # translator. What a command does not say is there with OpenRLHF's own default where that matters.
 BY_HAND = {
+    "sft-train_sft": {
+        "recipe": "sft", "model": "org/small-base", "env.fields": {"prompt": "question", "answer": "response"},
+        "render": "raw", "env.template": "Q: {}\nA: ", "data.limit": 3000, "agent.max_tokens": 1024, "epochs": 2.0,
+        # Four rows of the greatest length at a time.
+        "rollout.tasks": 64, "workers.tokens_per_microbatch": 4096, "workers.zero_stage": 2, "learner.lr": 1e-5,
+        "workers.gradient_checkpointing": True, "env.teach": "last", "checkpoint.every": 0, "seed": 42,
+    },
+    "rm-train_rm": {
+        "recipe": "rm", "learner.lr": 7e-6, "agent.max_tokens": 4096, "workers.tokens_per_microbatch": 8192,
+        "env.form": "preference", "env.fields": {"chosen": "chosen", "rejected": "rejected"}, "render": "chat",
+        "workers.attention": "auto", "workers.zero_stage": 3, "report_to": ["wandb"], "project": "openrlhf_train_rm",
+    },
+    "prm-train_prm": {
+        "recipe": "prm", "env.fields": {"steps": "solution", "step_labels": "marks"}, "env.separator": "ки",
+        "agent.max_tokens": 2048, "rollout.tasks": 32, "learner.lr": 2e-6,
+    },
+    "dpo-train_dpo": {
+        "recipe": "dpo", "learner.beta": 0.2, "learner.lr": 4e-7, "learner.betas": (0.9, 0.98), "rollout.tasks": 64,
+        "agent.max_tokens": 2048, "workers.tokens_per_microbatch": 4096, "env.form": "preference", "render": "chat",
+        "learner.loss": "sigmoid", "learner.warmup_ratio": 0.03, "learner.lr_schedule": "cosine",
+    },
+    "kto-train_kto": {
+        "recipe": "kto", "learner.beta": 0.3, "env.form": "labelled", "learner.desirable": 1.0,
+        "env.fields": {"prompt": "instruction", "answer": "response", "label": "score"}, "env.template": "Q: {}\nA: ",
+    },
+    "kd-train_kd": {
+        "recipe": "distill", "learner.kd_coef": 0.7, "roles.teacher.model": "org/large-chat", "epochs": 3.0,
+        "workers.zero_stage": 3, "env.template": "User: {}\nAssistant: ",  # the program's own default
+    },
+    "ppo-train_ppo_ray": {
+        "recipe": "ppo", "env.name": "reward_model", "env.models": [("saved/rm", True)], "learner.lr": 4e-7,
+        "roles.critic.lr": 8e-6, "learner.kl.coef": 0.02, "learner.kl.place": "reward", "learner.kl.estimator": "k1",
+        # 512 prompts, one answer each, 64 an optimizer step, twice over the prompts.
+        "rollout.tasks": 512, "rollout.group_size": 1, "learner.minibatches": 8, "learner.epochs": 1, "epochs": 2.0,
+        "engine.max_model_len": 1024, "rollout.max_tokens": 768, "engine.count": 2, "engine.tensor_parallel": 2,
+        "colocate": "all", "workers.ranks": 4, "learner.gae_lambda": 1.0, "learner.value_clip": 0.5, "render": "chat",
+    },
+    "grpo-train_ppo_ray": {
+        "recipe": "grpo", "rollout.group_size": 8, "rollout.tasks": 256, "learner.minibatches": 8,
+        "learner.kl.place": "loss", "learner.kl.estimator": "k3", "learner.kl.coef": 0.005, "render": "raw",
+        "learner.lr": 6e-7,
+    },
+    "function-train_ppo_ray": {
+        "recipe": "reinforce++_baseline", "rollout.group_size": 4, "rollout.tasks": 128, "learner.minibatches": 8,
+        "data.answer": ("label",), "data.prompt": ("prompt",), "env.chat": False, "rollout.temperature": 0.9,
+        "learner.clip_low": 0.2, "learner.clip_high": 0.28, "learner.entropy_coef": 0.001, "learner.kl.coef": 0.01,
+    },
+    "agent-train_ppo_ray": {
+        "recipe": "reinforce++_baseline", "rollout.max_staleness": 1, "learner.correction.kind": "tis",
+        "rollout.filter.min_score": 0.1, "rollout.filter.max_score": 0.9, "learner.lr": 1e-6,
+    },
+    "rejection-train_sft": {
+        "recipe": "sft", "render": "raw", "env.template": "User: {}\nAssistant: ", "learner.lr": 3e-6,
+        "env.fields": {"prompt": "input", "answer": "output"}, "rollout.tasks": 64, "agent.max_tokens": 1024,
+    },
     "000:51-train_ppo_ray": {
         "recipe": "ppo", "env.name": "reward_model", "model": "./checkpoint/llama3-8b-sft",
         "env.models": [("./checkpoint/llama3-8b-rm", True)], "learner.lr": 5e-7, "roles.critic.lr": 9e-6,
@@ -145,7 +200,19 @@ def value_of(config, key):
     return value
 
 
-@pytest.mark.parametrize("place", [place for place in blocks() if not place.startswith("002")])
+@pytest.fixture
+def documents_at_hand():
+    """Skips where there are none."""
+    if not documents():
+        pytest.skip(f"{VARIABLE} names no folder")
+
+
+@pytest.mark.usefixtures("documents_at_hand")
+def test_the_documents_have_as_many_commands():
+    assert len([place for place in blocks() if ":" in place]) == 40
+
+
+@pytest.mark.parametrize("place", [place for place in blocks() if place != "yaml" and not place.startswith("002")])
 def test_every_command_becomes_settings_that_resolve(place, paths, recwarn):
     found = commands(place, paths)
     assert found, "the block calls no program"

@@ -17,12 +17,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 import envgym.registry as registry
 from envgym.errors import ConfigError
 from envgym.remote import replicas
 from envgym.remote.application import Application
-from envgym.remote.registration import Announcement
+from envgym.remote.registration import Announcement, Listening
 from envgym.remote.server import serve
 from envgym.remote.transport import RemoteError
 from envgym.types import Action, Episode, Outcome, Task
@@ -442,6 +443,93 @@ def test_a_host_that_is_not_allowed_is_not_dialled(join, port):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("entry", "taken", "refused"),
+    [
+        ("env-box", [("env-box", 1), ("ENV-BOX", 8000)], [("box", 8000)]),
+        ("env-box:8000", [("env-box", 8000)], [("env-box", 8001), ("env-box", 80)]),
+        ("10.0.0.0/8", [("10.1.2.3", 5)], [("11.0.0.1", 5)]),
+        ("10.0.0.0/8:8000", [("10.1.2.3", 8000)], [("10.1.2.3", 22), ("11.0.0.1", 8000)]),
+        ("::1", [("::1", 9)], [("::2", 9)]),
+        ("[::1]:8000", [("::1", 8000)], [("::1", 8001)]),
+        ("fd00::/8:8000", [("fd00::7", 8000)], [("fd00::7", 22), ("fe00::7", 8000)]),
+    ],
+)
+def test_an_allowed_host_may_have_a_port(entry, taken, refused):
+    spec_at(1, allow=[entry])
+    listening = Listening("127.0.0.1:1", (entry,), None, None, None)
+    assert [one for one in [*taken, *refused] if listening.allows(*one)] == taken
+
+
+@pytest.mark.parametrize("guard", ["token_file", "ca_file"])
+def test_beyond_loopback_a_server_is_dialled_by_https_alone_where_a_token_could_be_read(port, tmp_path, guard, caplog):
+    servers, own = private(tmp_path / "servers", f"box {TOKEN}"), private(tmp_path / "own", f"own-{TOKEN}")
+    run("openssl req -x509 -newkey rsa:2048 -nodes -days 1 -keyout key.pem -out ca.pem -subj /CN=box", tmp_path)
+    settings = {"token_file": own} if guard == "token_file" else {"ca_file": tmp_path / "ca.pem"}
+
+    async def main() -> None:
+        setup = asyncio.create_task(
+            spec_at(port, allow=["box.invalid:8000"], listen_token_file=servers, **settings).setup()
+        )
+
+        async def answer(http: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
+            body = {"version": 4, "instance": "0" * 32, "url": url}
+            says = {"Authorization": f"Bearer {TOKEN}"}
+            async with http.post(f"http://127.0.0.1:{port}/v1/servers", json=body, headers=says) as response:
+                return response.status, await response.json()
+
+        async with aiohttp.ClientSession() as http:
+            for _ in range(200):
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    status, said = await answer(http, "http://box.invalid:8000")
+                    break
+                await asyncio.sleep(0.05)
+            assert status == 200
+            assert "dialled by https alone" in said["problems"][0]
+            assert "dialled by https alone" in caplog.text
+            status, said = await answer(http, "https://box.invalid:8000")
+            assert "host name 'box.invalid' is not known" in said["problems"][0]  # it was dialled
+            assert (await answer(http, "http://box.invalid:8001"))[0] == 403
+        setup.cancel()
+        await asyncio.wait([setup])
+
+    asyncio.run(main())
+
+
+def test_what_a_server_says_reaches_no_log_as_it_is(port, caplog):
+    loud = "\x1b[2J\x1b]0;title\x07\nenvgym: all is well\u202e" + "x" * 10**5
+
+    async def main() -> None:
+        async def refuse(request: web.BaseRequest) -> web.Response:
+            problem = {"type": "urn:envgym:problem:forbidden", "title": "x", "status": 403, "detail": loud}
+            return web.json_response(problem, status=403, content_type="application/problem+json")
+
+        runner = web.ServerRunner(web.Server(refuse))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        setup = asyncio.create_task(spec_at(port).setup())
+        async with aiohttp.ClientSession() as http:
+            body = {"version": 4, "instance": "0" * 32, "url": url}
+            for _ in range(200):
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    await http.post(f"http://127.0.0.1:{port}/v1/servers", json=body)
+                    break
+                await asyncio.sleep(0.05)
+            for odd in ("http://127.0.0.1\x1b[2J:1", "http://127.0.0.1/\x07"):
+                assert (await http.post(f"http://127.0.0.1:{port}/v1/servers", json=body | {"url": odd})).status == 422
+        setup.cancel()
+        await asyncio.wait([setup])
+        await runner.cleanup()
+
+    asyncio.run(main())
+    [message] = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert message.isprintable()
+    assert r"\x1b[2J\x1b]0;title\x07\nenvgym: all is well\x202e" in message
+    assert len(message) < 2000
+
+
 def test_other_tasks_under_the_same_name_are_left_out_and_two_environments_share_an_address(join, port):
     first = join(port)
 
@@ -543,6 +631,8 @@ def test_a_tokens_quota_bounds_a_servers_room(port, tmp_path):
         ({"allow": ["10.0.0.0/99"]}, "10.0.0.0/99"),
         ({"listen": None}, "allow and the settings"),
         ({"listen": None, "allow": []}, "urls says where it is served, or listen"),
+        ({"allow": ["env-box:port"]}, "env-box:port"),
+        ({"token_file": "own"}, "listen needs listen_token_file beside token_file"),
         ({"listen_tls_cert": "c"}, "TLS takes both files"),
     ],
 )

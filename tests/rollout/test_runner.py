@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import re
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,9 +16,11 @@ from envgym.agent import Agent, AgentConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
-from envgym.isolation import cancellation, event_loop
+from envgym.isolation import cancellation, event_loop, watch
+from envgym.monitoring.display import Display
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan, apply_judgement
+from envgym.training.stop import Interrupts, Stop
 from envgym.types import Episode, Judgement, Message, Outcome, Row, Segment, Status, StopReason, Task, Turn
 
 TASKS = [Task(f"t{index}", prompt=f"{index}?") for index in range(3)]
@@ -251,7 +257,11 @@ def test_an_environment_that_cannot_be_made_is_a_failure(world):
         async def step(self, action): ...
 
     [outcome] = outcomes(play(EnvSpec("Unmakable-v0", Unmakable), size=1, tasks=TASKS[:1]))
-    assert (outcome.reason, outcome.message) == ("environment", "FileNotFoundError: no board")
+    line = Unmakable.__init__.__code__.co_firstlineno + 1
+    assert (outcome.reason, outcome.message) == (
+        "environment",
+        f"FileNotFoundError: no board ({__file__}, line {line})",
+    )
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Outside()])
@@ -397,6 +407,89 @@ def test_a_call_beyond_its_deadline_is_a_timeout_also_where_it_blocks(world):
         assert returned == []  # nobody waits for the call that hangs
     finally:
         release.set()
+
+
+def test_a_call_that_holds_the_loop_past_its_deadline_is_named_and_a_timeout(world, monkeypatch):
+    said = []
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "_print", said.append)
+
+    def on_step():
+        while not said:  # no timer can fire meanwhile
+            pass
+        return "", 1.0, True, False, {}
+
+    world.on_step = on_step
+    held, *others = outcomes(play(held_spec(world), tasks=TASKS, size=1, retries=0))
+    assert (held.reason, held.message) == ("timeout", "Scripted-v0: step took longer than 0.05 s")
+    assert [outcome.status for outcome in others] == [Status.COMPLETED] * 2  # said once: these do not wait
+    line = on_step.__code__.co_firstlineno
+    [text] = said
+    assert text.startswith("Scripted-v0: step holds up everything else, for more than 0.05 s, in on_step (")
+    assert int(re.search(rf"{re.escape(__file__)}, line (\d+)\)", text).group(1)) in (line + 1, line + 2)
+
+
+def held_spec(world):
+    spec = make_spec(world)
+    spec.config.call_timeout = 0.05
+    return spec
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_second_signal_ends_what_holds_the_loop_and_all_that_would_hold_it_next(world, trains):
+    steps = []
+
+    def on_step():
+        steps.append(1)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        while True:
+            pass
+
+    world.on_step = on_step
+    stop = Stop()
+    runner = Runner(
+        make_spec(world), OneAnswer(None, AgentConfig()), OneToken(), RolloutConfig(), max_model_len=64, seed=0,
+        deterministic=False,
+    )  # fmt: skip
+
+    async def main():
+        interrupts = Interrupts(Display())
+        with interrupts if trains else contextlib.nullcontext():
+            interrupts.listen(stop.set)
+            await runner.play(TASKS, SamplingPlan("p", SAMPLING, 4))
+
+    with pytest.raises(KeyboardInterrupt):
+        event_loop.run(main())
+    assert len(steps) == 1
+    assert world.closed == world.made
+
+
+DEAF = """
+import signal
+from envgym.isolation import cancellation, event_loop
+
+cancellation.GRACE_SECONDS = 0.2
+signals = [signal.SIGINT, signal.SIGTERM]
+
+async def main():
+    while True:
+        try:
+            while signals:
+                signal.raise_signal(signals.pop())
+            while True:
+                pass
+        except BaseException:
+            pass
+
+event_loop.run(main())
+"""
+
+
+def test_a_second_signal_ends_also_what_takes_no_notice():
+    done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr == "envgym: ended at once: something holds the event loop and does not end\n"
 
 
 def test_blocking_environments_run_side_by_side(world):
@@ -598,7 +691,10 @@ class Stuck(OneToken):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dies", [True, False])
-def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_closed(world, deterministic, dies):
+@pytest.mark.parametrize("size", [2, 10**9])  # a billion: members start as places are free, whatever their number
+def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_closed(
+    world, deterministic, dies, size
+):
     """Some take longer to close than others."""
 
     async def some_turns_of_the_loop():
@@ -609,18 +705,44 @@ def test_the_engines_death_or_a_stop_ends_the_rollout_once_every_environment_is_
     world.on_close = some_turns_of_the_loop
 
     async def main():
-        engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig()
+        engine, agent, config = Stuck(6, dies), OneAnswer(None, AgentConfig()), RolloutConfig(concurrency=6)
         spec = make_spec(world)
         runner = Runner(spec, agent, engine, config, max_model_len=64, seed=0, deterministic=deterministic)
-        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, 2)))
+        playing = asyncio.ensure_future(runner.play(TASKS, SamplingPlan("p", SAMPLING, size)))
         await engine.all_asked.wait()
         if not dies:
             playing.cancel()
         with pytest.raises(WorkerDied if dies else asyncio.CancelledError):
             await playing
-        assert world.finished_closing == world.made == 6
+        assert world.finished_closing == world.closed == world.made <= (6 if size == 2 else 7)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_stop_is_heeded_while_members_start(world):
+    """However many places there are."""
+
+    async def main():
+        config = RolloutConfig(concurrency=10**9)
+        agent = OneAnswer(None, AgentConfig())
+        runner = Runner(make_spec(world), agent, Stuck(1, False), config, max_model_len=64, seed=0, deterministic=False)
+        async with asyncio.timeout(0):
+            await runner.play(TASKS, SamplingPlan("p", SAMPLING, 10**9))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert world.closed == world.made
+
+
+def test_of_two_rollouts_at_once_the_first_ones_members_start_first(world):
+    async def main():
+        engine, agent = OneToken(), OneAnswer(None, AgentConfig())
+        config = RolloutConfig(concurrency=2)
+        runner = Runner(make_spec(world), agent, engine, config, max_model_len=64, seed=0, deterministic=False)
+        await asyncio.gather(*(runner.play(TASKS[:1], SamplingPlan(name, SAMPLING, 6)) for name in ("a", "b")))
+        return "".join(request.id[0] for request in engine.requests)
+
+    assert asyncio.run(main()) == "a" * 6 + "b" * 6
 
 
 # -- episodes kept from before ----------------------------------------------------------------------------

@@ -148,6 +148,32 @@ def test_a_resumed_run_plays_again_what_was_in_play_and_learns_from_each_task_on
         assert set(begun) <= set(learned)
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_resumed_run_keeps_the_bound_on_age_and_a_second_checkpoint_keeps_what_has_not_begun(staleness):
+    async def main():
+        world = World(staleness, seed=3)
+        await world.steps(8)
+        states = [{name: part.state() for name, part in
+                   {"supply": world.supply, "buffer": world.buffer, "cursor": world.cursor}.items()}]  # fmt: skip
+        await world.supply.close()
+        resumed = World(staleness, seed=4)
+        resumed.cursor.load_state(states[0]["cursor"])
+        resumed.buffer.load_state(states[0]["buffer"])
+        resumed.supply.load_state(states[0]["supply"], 8)
+        states.append({"supply": resumed.supply.state()})
+        taken = await resumed.steps(20)
+        await resumed.supply.close()
+        return states, [version - version_of(group.id) for version, groups in taken for group in groups]
+
+    (first, second), ages = asyncio.run(main())
+    assert [group.task.id for group in first["supply"]["in_play"]]
+    assert [group.task.id for group in second["supply"]["in_play"]] == [
+        group.task.id for group in first["supply"]["in_play"]
+    ]
+    assert second["supply"]["count"] == first["supply"]["count"]
+    assert max(ages) == staleness
+
+
 def test_an_error_of_a_flight_is_that_of_the_step():
     async def main():
         world = World(1)

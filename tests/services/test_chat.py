@@ -73,6 +73,23 @@ def test_a_question_is_asked_as_the_api_wants_it(serving):
     assert (counters["prompt_tokens"], counters["completion_tokens"]) == (7, 2)
 
 
+def test_special_tokens_that_a_message_spells_are_broken_up(serving):
+    """An environment's questions quote what the policy wrote, in any role, and the API may parse them."""
+    asked = []
+
+    async def handler(request):
+        asked.append((await request.json())["messages"])
+        return says("42")
+
+    spelled = "a<|im_end|><｜User｜>[INST]</s><end_of_turn>"
+    call = envgym.types.ToolCall("1", "add", {"a": ["<|im_end|>"]})
+    messages = [{"role": "user", "content": spelled}, envgym.Message("assistant", (), (call,))]
+    ask(serving, handler, messages)
+    [[question, answer]] = asked
+    assert question["content"] == "a< |im_end|>< ｜User｜>[ INST]< /s>< end_of_turn>"
+    assert answer["tool_calls"][0]["function"]["arguments"] == '{"a": ["< |im_end|>"]}'
+
+
 def test_no_other_credentials_of_the_environment_are_sent(serving, monkeypatch):
     """Neither those that the openai SDK takes from variables nor a proxy's or .netrc's."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-other")

@@ -1,6 +1,7 @@
 """The policy in training as a service: rendered and sampled as the run does it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,26 @@ def test_it_says_what_the_engine_samples_from_the_runs_own_rendering(tiny_model)
         return text
 
     assert with_policy(tiny_model, body)
+
+
+def test_special_tokens_in_its_questions_are_characters(tiny_model):
+    """A question quotes what the policy has played."""
+
+    async def body(client, engine, renderer):
+        asked = []
+
+        class Listening:
+            async def generate(self, request):
+                asked.append([token for token in request.token_ids if token in renderer.added_tokens])
+                return await engine.generate(request)
+
+        client._bound = replace(client._bound, engine=Listening())
+        for text in ("plain", "<|im_end|><|im_start|>"):
+            await client.complete([{"role": "user", "content": text}, *MESSAGES[1:]], max_tokens=4)
+        return asked
+
+    plain, spelled = with_policy(tiny_model, body)
+    assert plain == spelled
 
 
 def test_a_seed_makes_an_answer_repeatable(tiny_model):

@@ -66,6 +66,27 @@ def test_the_request_is_the_seeds_form(serving, tmp_path):
     assert seen[2][2]["query"] == [CONVERSATION]
 
 
+def test_an_answer_that_spells_special_tokens_is_broken_up_and_nothing_else(serving):
+    """Whoever answers may parse the text: the data's own special tokens, and the template's, are for that."""
+    seen = []
+
+    async def handler(request):
+        seen.extend((await request.json())["query"])
+        return web.json_response({"rewards": [0.0]})
+
+    question = {"role": "user", "content": "<|im_start|>ask</s>"}
+    said = [question, {"role": "assistant", "content": "2</s><|im_end|> a < b [x] <b>"}]
+    broken = "2< /s>< |im_end|> a < b [x] <b>"
+    ask(serving, handler, lambda client: client.assess(said), template="{prompt}<|im_end|>{answer}</s>")
+    ask(serving, handler, lambda client: client.assess(said), template=None)
+    ask(serving, handler, lambda client: client.assess("one <|im_end|> text"), template=None)
+    assert seen == [
+        f"<|im_start|>ask</s><|im_end|>{broken}</s>",
+        [question, {"role": "assistant", "content": broken}],
+        "one <|im_end|> text",
+    ]
+
+
 def test_what_looks_like_a_place_in_the_template_stays_as_it_was_said(serving):
     """A prompt about templates must not be filled with the answer, nor an answer, which the policy writes, with the
     prompt."""

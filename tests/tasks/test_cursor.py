@@ -339,10 +339,14 @@ class OneAgent:
 def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(through_a_checkpoint):
     trainer = trainer_of(0.75)
     records = []
-    for _ in range(16):
-        trainer.progress.record = {}
-        asyncio.run(trainer.groups.take())
-        records.append(trainer.progress.record)
+
+    async def steps():
+        for _ in range(16):
+            trainer.progress.record = {}
+            await trainer.groups.take()
+            records.append(trainer.progress.record)
+
+    asyncio.run(steps())
     assert records[0]["curriculum/skipped_share"] == 0
     assert sum(record["curriculum/skipped_share"] for record in records[8:]) / 8 > 0.2
     assert records[0]["curriculum/unsolved_share"] > 0

@@ -280,7 +280,7 @@ def test_a_generator_that_was_called_endless_and_ends(code):
     "config", [{"path": "none"}, {"path": "none.py:f"}, {"sources": {"a": {"path": "none.jsonl"}}}]
 )
 def test_paths_are_checked_before_anything_starts(config):
-    with pytest.raises(DataError, match=r"there is no file none.*downloaded to a folder first"):
+    with pytest.raises(DataError, match=r"^data\.(sources\.\w+\.)?(test_)?path: there is no file or folder none"):
         DataConfig(**config).check_paths()
 
 
@@ -300,6 +300,7 @@ def test_a_data_set_of_the_hub_is_read_by_its_splits(tmp_path, monkeypatch):
         return load_dataset(str(tmp_path / "hub"), cache_dir=str(tmp_path / "hf"))
 
     monkeypatch.setattr(datasets, "load_dataset", local)
+    monkeypatch.setattr("envgym.tasks.hub.ask_hub", lambda *_: "")
     splits = load("org/name:main")
     assert set(asked) == {("org/name", "main")}
     assert prompts(splits.train) == ["a", "b", "c"]
@@ -309,14 +310,15 @@ def test_a_data_set_of_the_hub_is_read_by_its_splits(tmp_path, monkeypatch):
 
 
 def test_one_that_cannot_be_had_is_said_in_one_line(tmp_path, monkeypatch):
-    def unreachable(name, config):
-        raise ConnectionError("Couldn't reach 'org/name'\non the Hub")
+    def no_such(name, config):
+        raise ValueError("Dataset 'org/name'\ndoesn't exist on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"^there is no file org/name, and as .* cannot be had: Couldn't reach"):
+    monkeypatch.setattr(datasets, "load_dataset", no_such)
+    monkeypatch.setattr("envgym.tasks.hub.ask_hub", lambda *_: "")
+    with pytest.raises(DataError, match=r"^there is no file org/name, and as .* cannot be had: Dataset 'org/name' doe"):
         load("org/name")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "org/train.jsonl", "/org/name", "./org/name"):
-        with pytest.raises(DataError, match=f"^there is no file {path}"):
+        with pytest.raises(DataError, match=f"^data.path: there is no file or folder {path}$"):
             DataConfig(path=path).check_paths()

@@ -291,7 +291,7 @@ def test_mistakes_in_settings():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(MissingDependency, match=r"mcp_program.py needs .*pip install 'envgym\[mcp\]'"):
+    with pytest.raises(MissingDependency, match=r"mcp_program.py needs .*-m pip install 'mcp"):
         asyncio.run(stdio().session().start())
 
 

@@ -1,15 +1,19 @@
 """Which process goes where: pure, but for the last tests, where a worker says what it sees."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nested
 from envgym.errors import ConfigError
-from envgym.training.placement import Node, Part, PlacedRuntime, Plan, place, plan_of, this_machine
+from envgym.monitoring.display import Display
+from envgym.training.launch import start_engine
+from envgym.training.memory import ModelSizes, of_engine
+from envgym.training.placement import Node, Part, PlacedRuntime, Plan, nodes_of, place, plan_of, this_machine
 from envgym.workers.local import LocalRuntime
-from envgym.workers.runtime import Slot
+from envgym.workers.runtime import InlineRuntime, Slot
 
 
 def stage(**settings):
@@ -121,6 +125,7 @@ def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):
     """And only those, by the names that the controller's own environment gives them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,9")
     assert this_machine().gpus == 3
+    assert nodes_of(InlineRuntime())[0].gpus == 1  # where all are one process, they share what it takes first
     plan = Plan((), (), {"placed": Slot(0, (1, 2)), "alone": Slot(0, ())})
 
     async def main():
@@ -135,3 +140,80 @@ def test_a_worker_sees_the_gpus_of_its_slot(tmp_path, monkeypatch):
             await runtime.close()
 
     assert asyncio.run(main()) == ["GPU-7,9", "", "4,GPU-7,9"]
+
+
+REWARD = ["service-reward"]
+SHARES = [
+    ({}, [], 8, 0.9),
+    ({}, [], 1, 0.5),
+    ({"colocate": "none"}, [], 2, 0.9),
+    ({"colocate": "all"}, [], 1, 0.85),
+    ({"colocate": "all", "engine.tensor_parallel": 2}, [], 2, 0.85),
+    ({"colocate": [["actor", "engine"]]}, [], 1, 0.85),
+    ({"learner": "ppo", "colocate": [["actor", "critic"]]}, [], 2, 0.9),
+    ({"engine.count": 2, "placement.engine.gpus": 0.5}, [], 2, 0.45),
+    ({"colocate": "all"}, REWARD, 1, 0.5),  # which stays where it is
+    ({"colocate": [["engine", "reward"]]}, REWARD, 2, 0.5),
+    ({"colocate": "all", "placement.reward.gpus": 0}, REWARD, 1, 0.85),
+]
+
+
+class Refusing:
+    """A runtime that keeps what it is to start, and starts nothing."""
+
+    async def start(self, target, kwargs, *, name, environ=None):
+        self.kwargs = kwargs
+        raise ConfigError("enough")
+
+
+@pytest.mark.parametrize(("settings", "services", "gpus", "share"), SHARES, ids=str)
+@pytest.mark.parametrize("given", [None, 0.3])
+def test_the_engine_takes_the_share_of_a_gpu_that_is_planned(settings, services, gpus, share, given):
+    own = {} if given is None else {"engine.args": {"gpu_memory_utilization": given}}
+    config = resolve(nested({"env": "math_verify", **settings, **own}.items()))
+    chosen, runtime = config.stages[0], Refusing()
+    plan = plan_of(chosen, services, [Node("node", gpus, 80 * 2**30)])
+    planned = of_engine(ModelSizes(10**9, 1, 1, 1, 1, 1), chosen, plan, 80 * 2**30).total / (80 * 2**30)
+    assert planned == pytest.approx(given or share)
+    with contextlib.suppress(ConfigError):
+        asyncio.run(start_engine(config, chosen, "model", PlacedRuntime(runtime, plan), Display()))
+    taken = {"gpu_memory_utilization": runtime.kwargs["gpu_share"], **runtime.kwargs["engine_args"]}
+    assert taken["gpu_memory_utilization"] == pytest.approx(planned)
+
+
+def test_a_way_for_weights_that_these_gpus_have_not_is_refused_with_the_plan():
+    nccl, ipc = {"sync.transfer": "nccl"}, {"sync.transfer": "cuda_ipc"}
+    with pytest.raises(ConfigError, match=r"^sync\.transfer=nccl: the engine and the actor share a GPU.*colocate=none"):
+        plan_of(stage(**nccl), [], machines(1))
+    with pytest.raises(ConfigError, match="share a GPU"):
+        plan_of(stage(**nccl, colocate="all"), [], machines(2))
+    plan_of(stage(**nccl), [], machines(2))
+    plan_of(stage(**nccl), [], machines(1, 1))
+    with pytest.raises(ConfigError, match=r"^sync\.transfer=cuda_ipc: the engine has a GPU without .*colocate=all"):
+        plan_of(stage(**ipc), [], machines(2))
+    with pytest.raises(ConfigError, match="has a GPU without a rank"):
+        plan_of(stage(**ipc, **{"engine.tensor_parallel": 2}, colocate="all"), [], machines(2))
+    plan_of(stage(**ipc), [], machines(1))
+    plan_of(stage(**ipc, **{"workers.ranks": 2, "engine.count": 2}, colocate="all"), [], machines(2))
+    for without in (nccl, ipc):  # what has no GPU is refused once it is known
+        plan_of(stage(**without), [], machines(0))
+
+
+def test_parameters_on_the_host_for_good_take_no_turns():
+    offloaded = {"workers.zero_stage": 3, "workers.offload_parameters": True}
+    with pytest.raises(
+        ConfigError, match=r"^workers\.offload_parameters of the actor, which takes turns with the engine"
+    ):
+        stage(**offloaded, colocate="all")
+    reference = {"learner.kl.coef": 0.1, "roles.reference.workers.offload_parameters": True}
+    stage(**reference, colocate="all")  # a model that only scores stays on the host
+    stage(**offloaded)
+    stage(**offloaded, learner="ppo", colocate=[["actor", "critic"]])
+
+
+def test_a_reward_model_beside_the_engine_takes_no_turns():
+    plan = plan_of(stage(colocate=[["engine", "reward"]]), ["service-reward"], machines(2))
+    assert not any(part.in_turns for part in plan.parts)
+    plan = plan_of(stage(colocate="all", learner="ppo"), ["service-reward"], machines(1))
+    assert [part.name for part in plan.parts if part.in_turns] == ["actor", "critic"]
+    stage(colocate=[["engine", "reward"]], **{"rollout.max_staleness": 1})

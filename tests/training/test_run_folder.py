@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from envgym.config.resolve import resolve
 from envgym.config.words import nested
@@ -369,9 +370,9 @@ def test_a_run_that_cannot_be_set_up_leaves_no_folder(tmp_path, error, began, is
 # -- how far a resumed run goes ---------------------------------------------------------------------------
 
 
-def begun(path, steps, recipe=None):
+def begun(path, steps, recipe=None, **length):
     """A run folder with its config, whose last stage has taken `steps` steps."""
-    config = resolve({"env": "math_verify", "steps": 5}, recipe=recipe)
+    config = resolve({"env": "math_verify", **(length or {"steps": 5})}, recipe=recipe)
     path.mkdir()
     (path / "config.yaml").write_text(config.to_yaml())
     [*_, last] = stage_folders(path, config.stage_names)
@@ -407,6 +408,22 @@ def test_of_several_stages_the_last_one_goes_further(tmp_path):
     config = begun(tmp_path / "run", 5, recipe="sft_grpo")
     first, last = resume_config("run", str(tmp_path), 8).stages
     assert (first, last.steps) == (config.stages[0], 8)
+
+
+def test_a_run_by_epochs_goes_on_to_a_number_of_steps(tmp_path):
+    begun(tmp_path / "run", 5, epochs=1)
+    saved = tmp_path / "run" / "config.yaml"
+    before = yaml.safe_load(saved.read_text())
+    before["stages"][0]["steps"] = 100  # as versions wrote it that kept both
+    saved.write_text(yaml.safe_dump(before))
+    with pytest.raises(RunError, match="has taken 5 steps"):
+        resume_config("run", str(tmp_path), 5)
+    for steps in (8, None):
+        further = resume_config("run", str(tmp_path), steps)
+        with claimed_folder(further, resume=True):
+            pass
+        last = yaml.safe_load(saved.read_text())["stages"][-1]
+        assert (further.stages[0].steps, further.stages[0].epochs) == (last["steps"], last["epochs"]) == (8, None)
 
 
 @pytest.mark.parametrize(("steps", "says"), [(3, "has taken 5 steps"), (0, "key 'steps'"), ("all", "key 'steps'")])

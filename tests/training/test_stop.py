@@ -10,6 +10,14 @@ from envgym.monitoring.display import Display
 from envgym.training.stop import Interrupts, Stop, Stopped
 
 
+@pytest.fixture(autouse=True)
+def terminal_that_tells():
+    """SIGHUP as a terminal's programs have it, also where the tests run under `nohup` (and are to outlive theirs)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_work_that_is_done_first_is_what_comes():
     async def body():
         return await Stop().unless(asyncio.sleep(0, "done"))

@@ -21,6 +21,7 @@ from envgym.monitoring.display import Display
 from envgym.training import step_groups
 from envgym.training.launch import Components
 from envgym.training.run_folder import RunFolder
+from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
 from envgym.training.turns import Turns
 from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
@@ -71,6 +72,7 @@ class World:
         self.error, self.where = error, where
         self.counts: dict[str, int] = {}
         self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]), recordings=1)
+        self.spec.of = lambda task: SimpleNamespace(scores_groups=False)
         self.agent = SimpleNamespace(uses_policy=True)
         self.unscored: set[str] = set()
         self.learned = threading.Event()
@@ -233,6 +235,40 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(fo
         asyncio.run(trainer.run())
     assert trainer.progress.step in (1, 2)
     assert list(folder.checkpoints.iterdir()) == []
+
+
+class Endless(ListTasks):
+    """Tasks that are at hand at once, `size` of them; the 50th that is drawn asks the loop for a stop."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__([Task("t")] * 2)
+        self.stop: Any = None
+        self._size, self._drawn = size, 0
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    async def get(self, index: int) -> Task:
+        self._drawn += 1
+        if self._drawn == 50:
+            asyncio.get_running_loop().call_soon(self.stop.set)
+        return Task(f"t{index}")
+
+
+@pytest.mark.parametrize("setting", ["rollout", "eval"])
+def test_a_stop_is_heeded_while_a_step_is_drawn(setting, folder):
+    """Of a billion tasks, in a loop that never waits."""
+    trainer = trainer_of(folder)
+    tasks = Endless(10**9 if setting == "eval" else 20)
+    trainer.components.runner.spec.tasks = lambda split: tasks
+    trainer.groups.cursor._tasks = tasks
+    tasks.stop = trainer.stop
+    getattr(trainer.stage, setting).tasks = 10**9
+    trainer.stage.eval.every = 2 if setting == "eval" else 0
+    with pytest.raises(Stopped):
+        asyncio.run(trainer.run())
+    assert kept(folder) == [0]
 
 
 # -- going on ---------------------------------------------------------------------------------------------

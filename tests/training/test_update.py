@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envgym.config.schema import StageConfig
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig, TrainSample
-from envgym.training.run import steps_of
-from envgym.training.update import cut, learning_rate, over_steps
+from envgym.training.update import cut, learning_rate, over_steps, steps_of
 from envgym.types import Objective
 
 
@@ -131,7 +131,11 @@ def test_what_optimizer_steps_log_becomes_one_number_each():
 
 
 def test_epochs_are_steps_and_one_that_is_begun_is_taken_whole():
-    assert [steps_of(1, n, 8) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
-    assert steps_of(0.25, 64, 8) == 2
+    def stage(**length):
+        return StageConfig(env="any", learner="any", rollout={"tasks": 8}, **length)
+
+    assert [steps_of(stage(epochs=1), n) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
+    assert steps_of(stage(epochs=0.25), 64) == 2
+    assert steps_of(stage(steps=3), None) == 3
     with pytest.raises(ConfigError, match="have no end"):
-        steps_of(1, None, 8)
+        steps_of(stage(epochs=1), None)

@@ -72,7 +72,7 @@ class Both:
 
     def sync(self, **settings) -> WeightSync:
         both: Any = self
-        files = FileTransfer(both, Path("transfer"), 100)
+        files = FileTransfer(both, Path("transfer"), 100, checkpoint=False)
         files.send = both.send
         turns = Turns(None, {}, keeps_weights=False)
         return WeightSync(EnginePool(None, [both]), both, both, TOLERANCE, both, files, turns, **settings)
@@ -127,7 +127,7 @@ def take_step(actor, **sampling):
     )
     sampled = SamplingParams(max_tokens=4, **sampling)
     components = Components(learner, None, {"actor": actor}, sampled, sync=Both([0.0]).sync())
-    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress()).take([], []))
+    asyncio.run(Update(components, StageConfig(env="any", learner="any"), Progress(), 1).take([], []))
 
 
 @pytest.mark.parametrize("mean_abs", [0.02, math.nan])

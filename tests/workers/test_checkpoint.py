@@ -5,9 +5,10 @@ import os
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from envgym.errors import CheckpointDamaged, RunError
-from envgym.workers import checkpoint, zero
+from envgym.workers import checkpoint, reshard, zero
 
 
 class Trap:
@@ -56,3 +57,68 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, size):
     file.symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"state\.pt cannot be written"):
         checkpoint.write(file, {"a": torch.zeros(size)})
+
+
+RANKS = 11  # of which the last, sorted as text, would come third
+SHAPES = {"first": (3, 4), "second": (5,), "third": (RANKS, 2)}
+
+
+def whole(name, kind):
+    """The values of a parameter, and of its moments, each unlike any other."""
+    start = 1000 * list(SHAPES).index(name) + {"weights": 0, "exp_avg": 100, "exp_avg_sq": 200}[kind]
+    return start + torch.arange(float(torch.tensor(SHAPES[name]).prod()))
+
+
+def check_parameters(folder):
+    read = dict(reshard.parameters(folder, list(SHAPES)))
+    assert list(read) == list(SHAPES)
+    for name, parameter in read.items():
+        assert torch.equal(parameter.weights, whole(name, "weights"))
+        assert all(torch.equal(parameter.moments[kind], whole(name, kind)) for kind in reshard.MOMENTS)
+        assert parameter.step == 7
+
+
+def write_shard(folder, rank, state):
+    torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def test_a_stage_3_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
+    """Each rank has ceil(n / 11) values of each parameter; the last ranks' shares are filled up."""
+
+    def shares(kind, rank):
+        pieces = []
+        for name, shape in SHAPES.items():
+            share = -(-int(torch.tensor(shape).prod()) // RANKS)
+            padded = torch.cat([whole(name, kind), torch.full((share * RANKS,), -1.0)])
+            pieces.append(padded[rank * share : (rank + 1) * share])
+        return torch.cat(pieces)
+
+    for rank in range(RANKS):
+        moments = {kind: shares(kind, rank) for kind in reshard.MOMENTS}
+        inner = {"state": {0: {"step": torch.tensor(7.0), **moments}}}
+        write_shard(tmp_path, rank, {"fp32_flat_groups": [shares("weights", rank)], "optimizer_state_dict": inner})
+    shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
+    torch.save({"param_shapes": [shapes]}, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    check_parameters(tmp_path)
+
+
+def test_a_stage_2_checkpoint_of_eleven_ranks_is_put_together(tmp_path):
+    """Ranks have neighbouring slices of all parameters, end to end: a parameter may lie in several."""
+    flat = {kind: torch.cat([whole(name, kind) for name in SHAPES]) for kind in ("weights", *reshard.MOMENTS)}
+    size = -(-len(flat["weights"]) // RANKS)
+    for rank in range(RANKS):
+        begin, start, places = rank * size, 0, {}
+        for name in SHAPES:
+            n = len(whole(name, "weights"))
+            low, high = max(start, begin), min(start + n, begin + size)
+            if low < high:
+                places[name] = fragment_address(numel=high - low, start=low - begin)
+            start += n
+        own = {kind: values[begin : begin + size].clone() for kind, values in flat.items()}
+        state = {
+            "single_partition_of_fp32_groups": [own.pop("weights")],
+            "param_slice_mappings": [places],
+            "base_optimizer_state": {"state": {0: {"step": torch.tensor(7.0), **own}}},
+        }
+        write_shard(tmp_path, rank, state)
+    check_parameters(tmp_path)

@@ -40,7 +40,7 @@ def emitted(dtype=torch.float32, device=CPU, learner=None, **settings):
 
 def test_without_deepspeed_the_extra_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(MissingDependency, match=r"'deepspeed', which is not installed: pip install 'envgym\[train\]'"):
+    with pytest.raises(MissingDependency, match=r"'deepspeed', which is not installed: .* -m pip install 'deepspeed"):
         zero._library()
 
 
@@ -65,10 +65,26 @@ def test_everything_offloaded():
     )
 
 
-@pytest.mark.parametrize(("number", "runs_as"), [(0, 1), (1, 1), (2, 2), (3, 3)])
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, BFLOAT16), (torch.float16, FLOAT16)])
-def test_16_bit_weights_have_float32_sums_and_master_weights(number, runs_as, dtype, expected):
-    assert emitted(dtype, learner={}, zero_stage=number) == expected | SUMS | stage(runs_as) | CLIPPED | adamw()
+@pytest.mark.parametrize(("number", "in_bfloat16", "in_float16"), [(0, 2, 1), (1, 2, 1), (2, 2, 2), (3, 3, 3)])
+def test_16_bit_weights_have_float32_sums_and_master_weights(number, in_bfloat16, in_float16):
+    for dtype, expected, runs_as in ((torch.bfloat16, BFLOAT16, in_bfloat16), (torch.float16, FLOAT16, in_float16)):
+        assert emitted(dtype, learner={}, zero_stage=number) == expected | SUMS | stage(runs_as) | CLIPPED | adamw()
+
+
+@pytest.mark.parametrize("more", [{}, {"offload_optimizer": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_setting_gets_an_optimizer_that_cannot_be_moved_or_compiled(dtype, number, more):
+    """DeepSpeed's own choice of its class, for a GPU. `BF16_Optimizer` has neither `offload_states` nor
+    `get_param_id`."""
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    zero.join(None, 0, 1, CPU)  # its configuration asks for the number of ranks
+    chooser = object.__new__(engine.DeepSpeedEngine)
+    chooser.__dict__["_config"] = DeepSpeedConfig(emitted(dtype, GPU, {}, zero_stage=number, **more))
+    chosen = chooser._do_optimizer_sanity_check(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+    assert chosen == (None if dtype == torch.float32 and not number else engine.ZERO_OPTIMIZATION)
 
 
 def test_compiled():
@@ -129,6 +145,7 @@ GROUP = {"env": "math_verify", "learner": "grpo"}
     [
         ({"workers": {"offload_optimizer": True}}, r"workers\.offload_optimizer needs workers\.zero_stage 1, 2 or 3"),
         ({"workers": {"compile": True}}, r"workers\.compile needs workers\.zero_stage 1, 2 or 3"),
+        ({"workers": {"deepspeed": {"zero_optimization": {"stage": 1}}}}, r"set workers\.zero_stage instead"),
         (
             {"workers": {"offload_parameters": True, "zero_stage": 2}},
             r"workers\.offload_parameters of the actor, which is trained, needs workers\.zero_stage=3, not 2",

@@ -40,6 +40,16 @@ def test_differences_and_refusals_in_the_table(script):
     assert lines[2] == ["compile_zero1", "no GPU", "", "", "", ""]
 
 
+def test_conditions_are_noted_where_there_is_no_repository_and_no_such_package(script, monkeypatch, tmp_path):
+    import record
+
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert (record.commit(), record.installed("no-such-package")) == ("unknown", "-")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert record.conditions(["pytest"])["commit"] == "unknown"
+
+
 @pytest.mark.slow
 def test_it_runs_without_a_gpu(script, tmp_path, monkeypatch, capsys):
     import record

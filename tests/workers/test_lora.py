@@ -276,13 +276,11 @@ def test_dropout_is_for_recorded_data():
     LoraConfig(rank=4, dropout=0.1).check("actor", WorkersConfig(), samples=False)
 
 
-@pytest.mark.parametrize(("package", "extra", "settings"), [
-    ("peft", "lora", {"rank": 4}), ("bitsandbytes", "qlora", {"rank": 4, "quantize": "4bit"}),
-])  # fmt: skip
-def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch, package, extra, settings):
+@pytest.mark.parametrize(
+    ("package", "settings"), [("peft", {"rank": 4}), ("bitsandbytes", {"rank": 4, "quantize": "4bit"})]
+)
+def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch, package, settings):
     monkeypatch.setattr("envgym.models.lora.find_spec", lambda name: None if name == package else object())
     LoraConfig().check_installed()
-    with pytest.raises(
-        MissingDependency, match=rf"'{package}', which is not installed: pip install 'envgym\[{extra}\]'"
-    ):
+    with pytest.raises(MissingDependency, match=rf"'{package}', which is not installed: .* -m pip install '{package}"):
         LoraConfig(**settings).check_installed()

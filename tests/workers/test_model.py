@@ -109,8 +109,6 @@ def test_the_gradient_does_not_depend_on_micro_batches(
         assert metrics["loss"][1] == pytest.approx(sum(denominators(rows).values()))
         norm = worker.step(1.0)["grad_norm"]
         after = weights_of(worker, tmp_path)
-        if tied:
-            assert torch.equal(after.pop("lm_head.weight"), after["model.embed_tokens.weight"])
         assert after.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(after[name], tensor, atol=2e-6, rtol=1e-5)
@@ -153,7 +151,6 @@ def test_gradients_are_clipped_and_the_norm_before_it_is_returned(
         worker.accumulate([rows], denominators(rows))
         norm = worker.step(1.0)["grad_norm"]
         after = weights_of(worker, tmp_path)
-        del before["lm_head.weight"]  # it is the embeddings
         moved = torch.stack([(before[name] - after[name]).norm() for name in before]).norm()
         assert norm > 0.1
         assert float(moved) == pytest.approx(0.01, rel=1e-3)
@@ -246,11 +243,11 @@ def test_save_writes_a_folder_that_hugging_face_loads(
     worker.step(1e-3)
     worker.save(str(tmp_path / "model"))
     exported = weights_of(worker, tmp_path)
-    assert "lm_head.weight" in exported
+    assert ("lm_head.weight" in exported) == (not tied)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.tie_word_embeddings == tied
-    for name, tensor in loaded.state_dict().items():
-        torch.testing.assert_close(tensor, exported[name], atol=0, rtol=0)
+    for name, tensor in loaded.named_parameters():
+        torch.testing.assert_close(tensor.detach(), exported[name], atol=0, rtol=0)
     for score, expected in zip(worker.forward(rows), reference_logprobs(tmp_path / "model", rows), strict=True):
         np.testing.assert_allclose(score, expected, atol=2e-5)
 

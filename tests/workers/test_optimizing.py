@@ -166,7 +166,8 @@ def test_the_moving_average_is_that_of_the_weights_after_each_step(make_worker, 
         for name, tensor in weights_of(worker).items():
             expected[name] = decay * expected[name] + (1 - decay) * tensor.double()
     worker.save_average(str(tmp_path / "average"))
-    averaged = AutoModelForCausalLM.from_pretrained(tmp_path / "average").state_dict()
+    averaged = AutoModelForCausalLM.from_pretrained(tmp_path / "average")
+    averaged = {name: tensor.detach() for name, tensor in averaged.named_parameters()}
     current = weights_of(worker)
     assert averaged.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -275,7 +276,7 @@ def test_a_scalar_head_is_no_hidden_matrix(make_worker):
     assert marked == {name for name, _ in worker.network.model.named_parameters() if "_proj" in name}
 
 
-@pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "bfloat16"), (1, "bfloat16")])
+@pytest.mark.parametrize(("zero_stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
 def test_muon_orthogonalises_each_expert_by_itself(make_worker, weights_of, learn, tmp_path, zero_stage, dtype):
     config = Qwen3MoeConfig(
         vocab_size=97,
@@ -292,10 +293,6 @@ def test_muon_orthogonalises_each_expert_by_itself(make_worker, weights_of, lear
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     settings = {"model": str(tmp_path / "model"), "zero_stage": zero_stage, "dtype": dtype}
-    if (zero_stage, dtype) == (1, "bfloat16"):
-        with pytest.raises(ConfigError, match=r"workers\.zero_stage=2 or 3"):
-            make_worker(learn={"optimizer": "muon"}, **settings)
-        return
     worker = make_worker(learn={"optimizer": "muon"}, **settings)
     name = "model.layers.0.mlp.experts.down_proj"
     before = weights_of(worker)[name].float()

@@ -1,6 +1,9 @@
 """Ranks that share layers (AutoTP) or rows (sequence parallelism) do what one rank does. Real processes, on gloo."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -284,6 +287,59 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
 
 def _flat(rows):
     return [row for batch in rows for row in (batch if isinstance(batch, list) else [batch])]
+
+
+class Exchange:
+    """What `all_to_all_single` does among threads that stand for ranks."""
+
+    def __init__(self, size):
+        self.barrier, self.pieces = threading.Barrier(size), [None] * size
+
+    def __call__(self, pieces, group):
+        rank = group
+        self.barrier.wait(30)
+        self.pieces[rank] = pieces
+        self.barrier.wait(30)
+        return torch.stack([other[rank] for other in self.pieces])
+
+
+@pytest.mark.parametrize(("size", "heads", "shared"), [(2, 4, 2), (4, 4, 2), (4, 8, 2), (2, 6, 3), (2, 4, 1)])
+def test_heads_are_exchanged_for_slices_and_each_query_meets_its_own_key(size, heads, shared, monkeypatch):
+    """`shared` key and value heads, of which some sizes need copies: each is copied beside itself, not in turn."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    torch.manual_seed(0)
+    length, width = 2 * size, 8
+    query, key, value = (torch.randn(1, n, length, width) for n in (heads, shared, shared))
+    whole = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    expected, _ = sdpa_attention_forward(whole, query, key, value, None)
+
+    monkeypatch.setattr("envgym.workers.sequence_parallel._Exchange.apply", Exchange(size))
+    config = SimpleNamespace(_attn_implementation="sdpa", model_type="any", get_text_config=lambda: config)
+    model = SimpleNamespace(config=config, modules=list)
+    functions, mask = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ranks = []
+    for rank in range(size):
+        slices = Slices()
+        slices.size, slices.rank, slices.group = size, rank, rank
+        monkeypatch.setattr(slices, "_obstacle", lambda *_: "")
+        try:
+            slices.install(model, heads)
+            ranks.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
+        finally:
+            ALL_ATTENTION_FUNCTIONS.register("sdpa", functions)
+            ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", mask)
+
+    def attend(rank):
+        own = slice(rank * 2, rank * 2 + 2)
+        module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+        return ranks[rank](module, query[:, :, own], key[:, :, own], value[:, :, own], None)[0]
+
+    with ThreadPoolExecutor(size) as pool:
+        outputs = list(pool.map(attend, range(size)))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -100,7 +100,10 @@ async def contract(runtime, tmp_path):
 
     with pytest.raises(ConfigError, match=r"^no such key$"):
         await worker.call("fail", "user")
-    with pytest.raises(WorkerError, match=r"polite: ZeroDivisionError: by zero and more \(log: .*polite\.log\)"):
+    with pytest.raises(
+        WorkerError,
+        match=r"polite: ZeroDivisionError: by zero and more \(.*polite_worker\.py, line \d+\) \(log: .*polite\.log\)",
+    ):
         await worker.call("fail", "bug")
     assert "Traceback" in (tmp_path / "logs" / "polite.log").read_text()
     with pytest.raises(ConfigError, match="be polite"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from envgym.cli.parser import ENV, Parser, env_settings, make_spec
+from envgym.errors import printable
 from envgym.isolation import event_loop
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def check_main(arguments: Sequence[str]) -> int:
 
 
 def _show(finding: Finding) -> None:
-    text = str(finding)
+    text = printable(str(finding))
     if sys.stdout.isatty():
         word = str(finding.verdict)
         text = f"\x1b[{COLOURS[word]}m{word}\x1b[0m{text.removeprefix(word)}"

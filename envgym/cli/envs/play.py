@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, printable
 from envgym.isolation import event_loop
 from envgym.registry import load_component
 from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
@@ -132,7 +132,7 @@ def _turns(played: Played) -> str:
 def _show(console: Console, observation: Observation) -> None:
     for role, text in lines_of(observation):
         console.print(f"{role}:", style="bold cyan")
-        console.print(text)
+        console.print(printable(text))
 
 
 def _show_tools(console: Console, tools: Iterable[ToolSpec]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from envgym.config.resolve import resolve
 from envgym.config.words import parse_words
-from envgym.errors import ConfigError, InvalidOutcome
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, printable
 from envgym.types import Row, Task
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from envgym.env import EnvSpec
 
 TAUGHT, NOT_TAUGHT = "bold green", "dim"
+QUANTILES = (("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1.0))
+MEASURED = 1000
+"""Tasks whose rows are measured."""
 OPEN, CLOSE = "⟦", "⟧"
 """Marks around what is taught, for those who see no colours."""
 
@@ -45,6 +49,7 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
         except IndexError:
             raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
         console.print(f"{spec.id}, {split} task {chosen.key}, tokens of {Path(model).name}", style=NOT_TAUGHT)
+        console.print(await _lengths(spec, agent, split, seed), style=NOT_TAUGHT)
         for member in range(spec.recordings):
             await _show(spec, agent, chosen, seed, member, console)
 
@@ -52,6 +57,27 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
 def _own(words: Sequence[str]) -> dict[str, object]:
     own = parse_words(words).get("env", {})
     return dict(own) if isinstance(own, dict) else {}
+
+
+async def _lengths(spec: EnvSpec, agent: Agent, split: str, seed: int) -> str:
+    """The quantiles of the rows' lengths in tokens, and the number that is longer than `agent.max_tokens`; of a large
+    split, those of `MEASURED` tasks spread over it. What cannot be taught is left out."""
+    config, tasks = agent.config.model_copy(update={"max_tokens": None}), spec.tasks(split)
+    whole, lengths = type(agent)(agent.renderer, config), []
+    numbers = range(0, tasks.reach, -(-tasks.reach // MEASURED))
+    for number, member in itertools.product(numbers, range(spec.recordings)):
+        with contextlib.suppress(EnvgymError):  # of the task that is shown it is said
+            task = await tasks.get(number)
+            async with spec.of(task).make() as env:
+                lengths += [
+                    len(row.token_ids) for row in (await whole.replay(env, task, seed=seed, member=member)).rows
+                ]
+    lengths.sort()
+    quantiles = ", ".join(f"{name} {lengths[int(q * (len(lengths) - 1))]:,}" for name, q in QUANTILES if lengths)
+    limit = getattr(agent.config, "max_tokens", None)
+    n_long = sum(limit is not None and length > limit for length in lengths)
+    too_long = f"{n_long} are longer than agent.max_tokens={limit}" if limit else "agent.max_tokens is unset"
+    return f"{len(lengths):,} rows of {len(numbers):,} of {tasks.reach:,} tasks, in tokens: {quantiles}; {too_long}"
 
 
 async def _show(spec: EnvSpec, agent: Agent, task: Task, seed: int, member: int, console: Console) -> None:
@@ -80,5 +106,6 @@ def _show_row(row: Row, agent: Agent, console: Console) -> None:
     ]
     for taught, run in itertools.groupby(tokens, key=lambda one: one[1]):
         text = agent.renderer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        text = printable(text)
         console.print(f"{OPEN}{text}{CLOSE}" if taught else text, style=TAUGHT if taught else NOT_TAUGHT, end="")
     console.print()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import EnvgymError, InvalidOutcome
+from envgym.errors import EnvgymError, InvalidOutcome, printable
 from envgym.isolation import event_loop
 from envgym.types import Message, Observation, ToolSpec
 
@@ -61,22 +61,22 @@ def show_main(arguments: Sequence[str]) -> int:
 def _first_words(id: str) -> str:
     from envgym import registry
     from envgym.env import Env, EnvSpec
-    from envgym.env.spec import first_words
+    from envgym.env.spec import docstring, first_sentence
     from envgym.loading import load_class
 
     target = registry.find(id).entry_point
-    return first_words(load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target)
+    env_class = load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target
+    return first_sentence(docstring(env_class))
 
 
 async def _show(spec: EnvSpec) -> None:
+    from envgym.env.spec import first_sentence
     from envgym.services import start_services
 
     async with start_services(spec, now=False):
         env = spec.make()
-        print(f"{spec.id}  {spec.about}".rstrip())
-        first, _, rest = spec.docstring.partition("\n")
-        if first == spec.about and rest:  # of a remote one only the first words are known
-            print(rest.rstrip())
+        is_whole = spec.about == first_sentence(spec.docstring)  # of a remote one only the first sentence is known
+        print(f"{spec.id}  {spec.docstring if is_whole else spec.about}".rstrip())
         for split in ("train", "test"):
             size = spec.tasks(split).size
             print(f"{split} tasks: {'no end' if size is None else size}")
@@ -91,7 +91,7 @@ async def _show(spec: EnvSpec) -> None:
         try:
             observation, _ = await env.reset(seed=0)
         except InvalidOutcome as error:
-            print(f"a first observation cannot be had: {error}")
+            print(printable(f"a first observation cannot be had: {error}"))
         else:
             if observation.tools:
                 print("tools:")
@@ -99,7 +99,7 @@ async def _show(spec: EnvSpec) -> None:
                 print(f"  {signature(tool)}  {first_line(tool)}".rstrip())
             print("a first observation:")
             for role, text in lines_of(observation):
-                print(f"  {role}: {text}" if role != "text" else f"  {text}")
+                print(printable(f"  {role}: {text}" if role != "text" else f"  {text}"))
         finally:
             await env.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from envgym.env.checked import finite_metrics
+from envgym.env.checked import finite_metrics, shown
 from envgym.errors import ConfigError, DataError, InvalidStep, did_you_mean
 from envgym.loading import load_function
 from envgym.types import Judgement, Message, Task, as_messages
@@ -167,7 +167,7 @@ def column(value: Any, count: int, what: str) -> list[Any]:
     """A list, a tuple, an array or a tensor as a list of `count`. `what` begins the message of the `InvalidStep`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidStep(f"{what} {value!r:.60}: it must be a list, with something for each of {count} answers")
+        raise InvalidStep(f"{what} {shown(value)}: it must be a list, with something for each of {count} answers")
     if len(values) != count:
         raise InvalidStep(f"{what} {len(values)} values for {count} answers")
     return list(values)
@@ -178,6 +178,8 @@ def number(value: Any, what: str) -> float | None:
     `InvalidStep`."""
     if value is None:
         return None
+    if inspect.iscoroutine(value):
+        raise InvalidStep(f"{what} {shown(value)}")
     try:
         result = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):

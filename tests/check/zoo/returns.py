@@ -71,6 +71,27 @@ class RaisesAfterAWhile(Sums):
         return await super().step(action)
 
 
+class RaisesInReset(Sums):
+    async def reset(self, *, seed=None, options=None):
+        return self.say(options["task"].fields["question"]), {}
+
+
+class ForgetsToAwait(Sums):
+    async def step(self, action):
+        return None, self.grade(action.text), True, False, {}
+
+    async def grade(self, text):
+        return float(self.is_right(text))
+
+
+class ForgetsToAwaitInReset(Sums):
+    async def reset(self, *, seed=None, options=None):
+        return self.fetch(), {}
+
+    async def fetch(self):
+        return "What is 1 + 1?"
+
+
 class TrustsThePolicy(Sums):
     """Takes it for granted that the answer is a number."""
 

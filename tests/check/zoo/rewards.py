@@ -81,6 +81,20 @@ class FindsTheAnswerAnywhere(Sums):
         return self.task.answer in text
 
 
+class ReadsTheBeginning(Sums):
+    """Whatever follows the answer."""
+
+    def is_right(self, text):
+        return text.strip().startswith(self.task.answer)
+
+
+class NeverRewards(Sums):
+    """Forgot what the second thing is for."""
+
+    async def step(self, action):
+        return None, None, True, False, {}
+
+
 class Gullible(Sums):
     """Believes what it is told about the score."""
 

@@ -1,5 +1,6 @@
 """The coding environment: what an answer earns, what comes back after a failed attempt, and whose fault things are."""
 
+import ast
 import asyncio
 import json
 
@@ -8,7 +9,7 @@ import pytest
 from envgym.envs.code import Code, last_block
 from envgym.envs.code.problems import held_out_tasks
 from envgym.errors import ConfigError, DataError, InvalidOutcome
-from envgym.types import Action, Task
+from envgym.types import Action, Message, Task
 
 TESTS = [{"call": "double", "args": [number], "expected": 2 * number} for number in range(1, 5)]
 TASK = Task("t", "Write double(x).", "def double(x):\n    return 2 * x", {"tests": TESTS})
@@ -172,6 +173,99 @@ def test_tasks_from_a_file(solution, row, rows):
             return (await env.step(Action(shown)))[1]
 
     assert asyncio.run(main()) == 1
+
+
+BEGINNING = 'from math import floor\n\n\ndef whole(x):\n    """x without what is behind its point."""\n'
+BEGUN = Task("t", BEGINNING, "    return floor(x)", {"entry_point": "whole", "tests": [{"args": [2.5], "expected": 2}]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("```python\n    return floor(x)\n```", 1),
+        ("    return floor(x)", 1),
+        ("```python\ndef whole(x):\n    return floor(x)\n```", 1),
+        ("```python\nfrom __future__ import annotations\ndef whole(x: List) -> Any:\n    return int(x)\n```", 1),
+        ("```python\n    pass\n```", 0),
+        ("```python\n```", 0),
+        ("I do not know.", 0),
+    ],
+)
+def test_a_prompt_that_begins_the_program_is_part_of_it(answer, reward):
+    assert play(answer, task=BEGUN)[1][0][1] == reward
+    asked = Task("t", (Message.of("system", "Be brief."), Message.of("user", BEGINNING)), None, BEGUN.fields)
+    assert play(answer, task=asked)[1][0][1] == reward
+
+
+def test_what_a_row_sets_up_runs_after_the_program_and_before_the_tests():
+    code = "from dataclasses import *\n\n@dataclass\nclass Node:\n    size: int\n\ndef value(node): return node.size"
+    fields = {"test_list": ["assert value(root) == floor(2.5)"], "test_setup_code": "root = Node(2)"}
+    task = Task("t", "Write value(node).", code, {**fields, "test_imports": ["from math import floor"]})
+    assert play(code, task=task)[1][0][1] == 1
+    assert play(code.replace("node.size", "3"), task=task)[1][0][1] == 0
+
+
+COLLECTIONS = {
+    "mbpp": {
+        "text": "Write a function that adds one.",
+        "code": "def f(x): \r\n\treturn x + 1",
+        "task_id": 1,
+        "test_setup_code": "",
+        "test_list": ["assert f(1) == 2"],
+        "challenge_test_list": [],
+    },
+    "humaneval": {
+        "task_id": "a/1",
+        "prompt": 'from typing import Any\n\n\ndef f(x: Any) -> Any:\n    """x and one."""\n',
+        "entry_point": "f",
+        "canonical_solution": "    return x + 1\n",
+        "test": "def check(candidate):\n    assert candidate(1) == 2",
+    },
+}
+
+
+@pytest.mark.parametrize("collection", COLLECTIONS)
+def test_rows_of_well_known_collections_need_no_settings(collection, rows):
+    row = COLLECTIONS[collection]
+    asked = "text" if "text" in row else "prompt"
+    data = rows([{**row, asked: row[asked].replace("one", f"one ({number})", 1)} for number in range(8)])
+    assert asyncio.run(rewards_of_references(data)) == [(1, 0)] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "count"), [("humaneval", 164), ("mbpp", 974)])
+def test_every_reference_program_earns_one_and_an_emptied_one_nothing(name, count, benchmark_data):
+    found = asyncio.run(rewards_of_references({"path": str(benchmark_data / f"{name}.jsonl")}))
+    assert len(found) == count
+    assert [(number, rewards) for number, rewards in enumerate(found) if rewards != (1, 0)] == []
+
+
+async def rewards_of_references(data):
+    """What each task's demonstration earns, and the same program with the bodies of its functions emptied."""
+
+    async with Code("code-v0", data=data) as spec:
+        free = asyncio.Semaphore(8)
+
+        async def reward(task, answer):
+            async with free, spec.make() as env:
+                await env.reset(options={"task": task}, seed=0)
+                return (await env.step(Action(answer)))[1]
+
+        splits = [spec.tasks("train"), spec.tasks("test")]
+        tasks = [await split.get(index) for split in splits for index in range(split.size)]
+        shown = [spec.demonstrations(task, 0)[0] for task in tasks]
+        right = asyncio.gather(*map(reward, tasks, shown))
+        empty = asyncio.gather(*map(reward, tasks, [emptied(last_block(answer)) for answer in shown]))
+        return list(zip(await right, await empty, strict=True))
+
+
+def emptied(code):
+    program = ast.parse(code)
+    for node in ast.walk(program):
+        if isinstance(node, ast.FunctionDef):
+            node.body = [ast.Pass()]
+    return ast.unparse(program)
 
 
 @pytest.mark.parametrize(

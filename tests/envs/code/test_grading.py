@@ -75,6 +75,32 @@ def test_calls_do_not_share_arguments():
 
 
 @pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert keys({'z': {'y': 1, 'b': 2}, 'a': 3}, p=1, c=2) == ['z', 'y', 'b', 'a', 'p', 'c']"],
+        [
+            {
+                "call": "keys",
+                "args": [{"z": {"y": 1, "b": 2}, "a": 3}],
+                "kwargs": {"p": 1, "c": 2},
+                "expected": ["z", "y", "b", "a", "p", "c"],
+            }
+        ],
+    ],
+)
+def test_dictionaries_reach_the_function_in_the_authors_order(tests):
+    found = verdict("def keys(x, **more): return ['z', *x['z'], *list(x)[1:], *more]", tests)
+    assert found.passed, found.feedback()
+
+
+def test_dictionaries_are_equal_in_any_order():
+    right, wrong = "{3: {'b': 1.5, 'a': (1, 2)}, 'c': [], 1: 2}", "{3: {'b': 1.5, 'a': (2, 1)}, 'c': [], 1: 2}"
+    tests = ["assert f() == {1: 2, 'c': [], 3: {'a': [1, 2], 'b': 1.5}}"]
+    verdicts = grade_all(*((f"def f(): return {value}", tests) for value in (right, wrong)))
+    assert [each.passed for each in verdicts] == [True, False]
+
+
+@pytest.mark.parametrize(
     ("code", "reason"),
     [
         ("def add(a, b):\n    while True: pass", "timeout"),

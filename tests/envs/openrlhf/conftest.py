@@ -1,6 +1,7 @@
 """Files for OpenRLHF, played through the real runner by a policy whose answers are written down."""
 
 import asyncio
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -15,7 +16,9 @@ from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import StopReason, Task, VersionSpan
 
-SEEDS = Path(__file__).parents[2] / "data" / "seeds"
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "openrlhf"))
+from seeds import VARIABLE, document_file, documents  # noqa: E402
 
 
 class Scripted:
@@ -114,10 +117,20 @@ def write(tmp_path):
     return file
 
 
-@pytest.fixture
-def seed():
-    """`seed(name)`: a file of the seeds."""
-    return lambda name: SEEDS / f"{name}.py"
+@pytest.fixture(params=["ours", pytest.param("documents", marks=pytest.mark.slow)])
+def shown(request, tmp_path):
+    """`shown(name)`: a file of `files`, and one of the same interface as a document of the project's shows it."""
+    if request.param == "ours":
+        return lambda name: HERE / "files" / f"{name}.py"
+    if not documents():
+        pytest.skip(f"{VARIABLE} names no folder")
+
+    def write(name):
+        path = tmp_path / f"{name}.py"
+        path.write_text(document_file(name))
+        return path
+
+    return write
 
 
 def task(prompt="What is 40 + 2?", answer="42", id="t"):

@@ -1,5 +1,6 @@
-"""Agents for OpenRLHF: those of the seeds as they stand, and every form that their interface has had."""
+"""Agents for OpenRLHF: as documents show them, and in every form that their interface has had."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -57,51 +58,52 @@ def text_of(renderer, episode):
     return renderer.tokenizer.decode(episode.rows[0].token_ids)
 
 
-# -- the seeds' ----------------------------------------------------------------------------------------------
+# -- as documents show them -------------------------------------------------------------------------------
 
 
-def test_000_agent_func(play, ok, seed, task, renderer):
+def test_an_agent_of_three_turns(play, ok, shown, task, renderer):
     """Three turns, an asynchronous constructor, raw text as feedback, a reward at the end."""
-    groups, engine = play(seed("s000_agent_func"), [task("Go.")], lambda member, turn: f"try {turn}")
+    groups, engine = play(shown("agent_turns"), [task("Go.")], lambda member, turn: f"try {turn}")
     for episode in ok(groups, engine):
         assert (episode.outcome.status, episode.reward, episode.score) == (Status.COMPLETED, 1.0, 1.0)
         assert [reward for reward, _ in turns(episode)] == [0.0, 0.0, 1.0]
         assert episode.metrics == {"step": 3.0}
-        assert text_of(renderer, episode) == (
-            "Go.try 0<|im_end|>\n\nHuman: Step 1 received. Continue.\n</s>\n\nAssistant: "
-            "try 1<|im_end|>\n\nHuman: Step 2 received. Continue.\n</s>\n\nAssistant: try 2<|im_end|>"
-        )
+        turn = r"try %d<\|im_end\|>"
+        feedback = r"\s+[^<>]*%d[^<>]*(?:</s>)?\s+Assistant: "
+        pattern = "Go." + turn % 0 + feedback % 1 + turn % 1 + feedback % 2 + turn % 2
+        assert re.fullmatch(pattern, text_of(renderer, episode))
 
 
-def test_001_agent_func(play, ok, seed, task):
+def test_an_agent_that_draws_at_random(play, ok, shown, task):
     """One to three steps more, at random, and a random reward at the end."""
-    groups, engine = play(seed("s001_agent_func"), [task()], lambda member, turn: "hm", size=8)
+    groups, engine = play(shown("agent_random"), [task()], lambda member, turn: "hm", size=8)
     episodes = ok(groups, engine)
     assert {len(turns(episode)) for episode in episodes} <= {2, 3, 4}
     assert all(episode.reward == episode.score == episode.metrics["dummy_scores"] for episode in episodes)
     assert {episode.reward for episode in episodes} <= {0.0, 1.0}
 
 
-def test_004_template_with_the_older_constructor_and_an_execute_that_calls_super(play, ok, seed, task, renderer):
+def test_an_agent_with_the_older_constructor_and_an_execute_that_calls_super(play, ok, shown, task, renderer):
     groups, engine = play(
-        seed("s004_agent_func_template"), [task()], lambda member, turn: "42" if turn == 5 and member else str(turn)
+        shown("agent_execute"), [task()], lambda member, turn: "42" if turn == 5 and member else str(turn)
     )
     first, second = ok(groups, engine)
     assert [reward for reward, _ in turns(first)] == [0.0] * 6
     assert [reward for reward, _ in turns(second)] == [0.0] * 5 + [1.0]
     assert (first.score, second.score, second.metrics) == (0.0, 1.0, {"step": 6.0})
     assert second.outcome.status is Status.COMPLETED
-    assert text_of(renderer, second).startswith("What is 40 + 2?0<|im_end|>\n\nNext step:\n</s>\n\nAssistant: 1")
+    text = text_of(renderer, second)
+    assert re.match(r"What is 40 \+ 2\?0<\|im_end\|>\s+Next[^<>]*(?:</s>)?\s+Assistant: 1<\|im_end\|>", text)
     assert [message.role for message in second.messages[:3]] == ["user", "assistant", "user"]
 
 
-def test_004_math_agent(play, ok, seed, task):
+def test_an_agent_with_scores_beyond_one(play, ok, shown, task):
     answers = {
         0: ["no idea", "the answer is 41", "answer: 42"],
         1: ["x", "the answer is: 42"],
         2: ["= 1", "= 2", "= 3"],
     }
-    groups, engine = play(seed("s004_agent_func_math"), [task()], lambda member, turn: answers[member][turn], size=3)
+    groups, engine = play(shown("agent_math"), [task()], lambda member, turn: answers[member][turn], size=3)
     first, second, third = ok(groups, engine)
     assert [reward for reward, _ in turns(second)] == [0.0, 1.0]
     assert second.metrics == {"step": 2.0, "correct": 1.0, "attempts": 2.0, "invalid_scores": 1.0}

@@ -1,4 +1,4 @@
-"""The seeds' files in real runs: vLLM samples, DeepSpeed learns, the starter answers."""
+"""Files for OpenRLHF in real runs: vLLM samples, DeepSpeed learns, the starter answers."""
 
 import json
 import os
@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 ENVGYM = Path(sys.executable).with_name("envgym")
-SEEDS = Path(__file__).parents[2] / "data" / "seeds"
 SMALL = ("steps=2", "rollout.tasks=8", "rollout.group_size=4", "rollout.max_tokens=24", "eval.tasks=8")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", ["s004_reward_func_math", "s004_agent_func_math", "s004_agent_func_template"])
-def test_a_run_on_a_file_of_the_seeds(file, tmp_path):
+@pytest.mark.parametrize("file", ["reward_math", "agent_math", "agent_execute"])
+def test_a_run_on_a_file(file, shown, tmp_path):
     """A reward function; an agent by reset and step; an agent whose execute calls super."""
     rows = [{"prompt": f"What is {a} + {b}?", "answers": str(a + b)} for a in range(10) for b in range(10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = subprocess.run(
-        [ENVGYM, "train", "--env", SEEDS / f"{file}.py", "--name", "run", "data.path=rows.jsonl",
+        [ENVGYM, "train", "--env", shown(file), "--name", "run", "data.path=rows.jsonl",
          "data.answer=answers", *SMALL],
         cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

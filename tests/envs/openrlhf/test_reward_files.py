@@ -1,4 +1,4 @@
-"""Reward functions for OpenRLHF: those of the seeds as they stand, and what a file of that kind may do."""
+"""Reward functions for OpenRLHF: as documents show them, and what a file of that kind may do."""
 
 import asyncio
 import os
@@ -16,19 +16,19 @@ def results(episodes):
     return [(episode.reward, episode.score) for episode in episodes]
 
 
-# -- the seeds' ----------------------------------------------------------------------------------------------
+# -- as documents show them -------------------------------------------------------------------------------
 
 
-def test_000_reward_func(play, ok, seed, task):
-    groups, engine = play(seed("s000_reward_func"), [task()], lambda member, turn: ["it is 42", "no idea"][member])
+def test_a_share_of_the_group_is_a_metric(play, ok, shown, task):
+    groups, engine = play(shown("reward_label"), [task()], lambda member, turn: ["it is 42", "no idea"][member])
     episodes = ok(groups, engine)
     assert results(episodes) == [(1.0, 1.0), (0.0, 0.0)]
     assert [episode.metrics for episode in episodes] == [{"custom_metric": 0.5}] * 2
 
 
-def test_001_reward_func_and_what_it_draws_at_random_can_be_repeated(play, ok, seed, task):
+def test_what_a_reward_function_draws_at_random_can_be_repeated(play, ok, shown, task):
     tasks = [task(id=f"t{index}") for index in range(3)]
-    first, second = (ok(*play(seed("s001_reward_func"), tasks, "hm", size=8)) for _ in range(2))
+    first, second = (ok(*play(shown("reward_random"), tasks, "hm", size=8)) for _ in range(2))
     assert {episode.reward for episode in first} == {0.0, 1.0}
     assert results(first) == results(second)
     rewards = [episode.reward for episode in first]
@@ -36,15 +36,15 @@ def test_001_reward_func_and_what_it_draws_at_random_can_be_repeated(play, ok, s
     assert first[0].metrics == {"custom_metric": sum(rewards[:8]) / 8}
 
 
-def test_004_template_has_a_metric_for_each_answer(play, ok, seed, task):
-    groups, engine = play(seed("s004_reward_func_template"), [task()], lambda member, turn: ["42", "41"][member])
+def test_a_reward_function_has_a_metric_for_each_answer(play, ok, shown, task):
+    groups, engine = play(shown("reward_each"), [task()], lambda member, turn: ["42", "41"][member])
     assert [(e.reward, e.metrics) for e in ok(groups, engine)] == [
         (1.0, {"custom_metric": 1.0}),
         (0.0, {"custom_metric": 0.0}),
     ]
 
 
-def test_004_code_gen_runs_code(play, ok, seed, task, monkeypatch):
+def test_a_reward_function_runs_tests(play, ok, shown, task, monkeypatch):
     """It calls `python`, which must be one that has pytest."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it allows five seconds
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -53,17 +53,15 @@ def test_004_code_gen_runs_code(play, ok, seed, task, monkeypatch):
         "def test_it():\n    assert 40 + 2 == 41",
         "answer = 42",
     ]
-    groups, engine = play(
-        seed("s004_reward_func_code_gen"), [task("Write a test.")], lambda member, turn: answers[member], size=3
-    )
+    groups, engine = play(shown("reward_tests"), [task("Write a test.")], lambda member, turn: answers[member], size=3)
     episodes = ok(groups, engine)
     assert results(episodes) == [(1.0, 1.0), (pytest.approx(0.3), pytest.approx(0.65)), (0.0, 0.5)]
     assert episodes[0].metrics == {"code_correctness": 1.0, "avg_correctness": pytest.approx(1.3 / 3)}
 
 
-def test_004_math(play, ok, seed, task):
+def test_a_reward_function_reads_numbers(play, ok, shown, task):
     answers = ["The answer is: 42", "#### 41", "I do not know"]
-    groups, engine = play(seed("s004_reward_func_math"), [task()], lambda member, turn: answers[member], size=3)
+    groups, engine = play(shown("reward_math"), [task()], lambda member, turn: answers[member], size=3)
     episodes = ok(groups, engine)
     assert results(episodes) == [(1.0, 1.0), (0.0, pytest.approx(1 / 3)), (-0.5, 0.0)]
     assert episodes[2].metrics == {
@@ -72,7 +70,7 @@ def test_004_math(play, ok, seed, task):
     }
 
 
-def test_004_conversation_with_a_small_quality_model(play, ok, seed, task, tiny_model, tmp_path, monkeypatch):
+def test_a_reward_function_with_a_small_quality_model(play, ok, shown, task, tiny_model, tmp_path, monkeypatch):
     """Filled in is only the download: the name leads to a small model of the same kind, in the place where the
     downloaded one would be."""
     import torch
@@ -87,7 +85,7 @@ def test_004_conversation_with_a_small_quality_model(play, ok, seed, task, tiny_
     monkeypatch.chdir(tmp_path)
     answers = ["Short.", "This is an answer that has more than ten words, for which nothing is taken away."]
     groups, engine = play(
-        seed("s004_reward_func_conversation"), [task()], lambda member, turn: answers[member], env={"call_timeout": 60}
+        shown("reward_quality"), [task()], lambda member, turn: answers[member], env={"call_timeout": 60}
     )
     short, long = ok(groups, engine)
     assert 0 < short.reward < 0.5
@@ -96,15 +94,15 @@ def test_004_conversation_with_a_small_quality_model(play, ok, seed, task, tiny_
     assert short.metrics["avg_quality"] == pytest.approx((short.reward + long.reward) / 2)
 
 
-def test_004_filtering_has_scores_apart_from_rewards(play, ok, seed, task):
-    groups, engine = play(seed("s004_reward_func_filtering"), [task()], lambda member, turn: ["42", "41"][member])
+def test_a_reward_function_has_scores_apart_from_rewards(play, ok, shown, task):
+    groups, engine = play(shown("reward_filter"), [task()], lambda member, turn: ["42", "41"][member])
     assert results(ok(groups, engine)) == [(1.5, 1.0), (-0.5, 0.0)]
 
 
-def test_004_debug_prints_go_to_a_log(play, ok, seed, task, tmp_path, capfd):
+def test_what_a_reward_function_prints_goes_to_a_log(play, ok, shown, task, tmp_path, capfd):
     """The function returns a tensor alone."""
     groups, engine = play(
-        seed("s004_reward_func_debug"), [task()], lambda member, turn: ["42", "41"][member], env={"logs": str(tmp_path)}
+        shown("reward_prints"), [task()], lambda member, turn: ["42", "41"][member], env={"logs": str(tmp_path)}
     )
     assert results(ok(groups, engine)) == [(1.0, 1.0), (0.0, 0.0)]
     [log] = tmp_path.glob("*.log")
@@ -282,10 +280,10 @@ def test_the_file_is_not_imported_here_and_its_spec_is_json(write):
     assert spec.fingerprint()["spec"] == before["spec"]
 
 
-def test_without_tasks_nothing_is_started(seed, monkeypatch):
+def test_without_tasks_nothing_is_started(reward_file, monkeypatch):
     monkeypatch.setattr("envgym.envs.openrlhf.Processes", None)
     with pytest.raises(ConfigError, match=r"has no tasks of its own: give it some with data\.path=FILE"):
-        asyncio.run(registry.spec(str(seed("s004_reward_func_math"))).ensure_setup())
+        asyncio.run(registry.spec(str(reward_file("return [0.0]"))).ensure_setup())
 
 
 def test_an_import_that_fails_is_one_line_when_the_environment_is_set_up(play, write, task):

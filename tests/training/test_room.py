@@ -1,0 +1,69 @@
+"""A step whose episodes there is no room for is refused before anything starts."""
+
+import asyncio
+
+import pytest
+
+from envgym.config.resolve import resolve
+from envgym.errors import ConfigError
+from envgym.evaluation.generate import Selection
+from envgym.evaluation.plan import parts_of_env
+from envgym.evaluation.policy import tasks_of
+from envgym.monitoring.display import Display
+from envgym.training import memory
+from envgym.training.memory import EPISODE_BYTES, GIB, check_episodes
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """A machine with 8 GiB of free memory: room for 1,263,225 episodes."""
+    monkeypatch.setattr(memory, "free_memory", lambda: 8 * GIB)
+    assert 4 * GIB // EPISODE_BYTES == 1_263_225
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rollout.tasks": 2, "rollout.group_size": 600_000}, ""),
+        (
+            {"rollout.group_size": 10**9},
+            r"a step \(rollout.tasks, rollout.group_size\) of 64 tasks, 1,000,000,000 episodes of each, would take "
+            r"202,655.8 GiB of memory or more, 3,400 bytes an episode: it may take half of the 8.0 GiB that are free, "
+            r"1,263,225 episodes",
+        ),
+        ({"rollout.tasks": 2, "rollout.group_size": 700_000}, r"a step .* of 2 tasks, 700,000 episodes of each"),
+        ({"rollout.tasks": 2, "rollout.group_size": 600_000, "rollout.max_staleness": 1}, "of 4 tasks, 600,000"),
+        ({"rollout.tasks": 10**9, "agent": "replay", "learner": "sft"}, "a step .* of 1,000,000,000 tasks, 1 episodes"),
+        ({"eval.samples": 10**9}, r"an evaluation \(eval.tasks, eval.samples\) of 512 tasks"),
+        ({"eval.tasks": 10**9}, ""),  # there are no more than 512
+        ({"eval.samples": 10**9, "eval.every": 0}, ""),
+    ],
+)
+def test_what_asks_for_more_than_half_of_the_free_memory_is_refused_with_the_numbers(free, settings, says):
+    from envgym.config.words import nested
+
+    stage = resolve(nested({"env": "math_verify", **settings}.items())).stages[0]
+    if not says:
+        check_episodes(stage, stage.make_spec())
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_episodes(stage, stage.make_spec())
+
+
+@pytest.mark.parametrize(
+    "selection", [Selection(last=10**9, samples=10**5), Selection(samples=10**9), Selection(key="x", samples=10**9)]
+)
+def test_a_rollout_into_a_file_is_too(free, selection):
+    spec = resolve({"env": "math_verify"}).stages[0].make_spec()
+    with pytest.raises(ConfigError, match=r"would take .* GiB of memory or more"):
+        asyncio.run(selection.tasks(spec, Display()))
+
+
+def test_an_evaluation_is_too(free):
+    part = parts_of_env({"env": "math_verify", "eval": {"samples": 10**9}})[0]
+    with pytest.raises(ConfigError, match=r"an evaluation of 512 tasks, 1,000,000,000 episodes of each"):
+        asyncio.run(tasks_of(part, part.stage.make_spec()))
+
+
+def test_the_free_memory_is_some_of_the_machines():
+    assert 0 < memory.free_memory() < 2**50

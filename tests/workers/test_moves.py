@@ -1,0 +1,173 @@
+"""Turns on a shared GPU, where every move is one: what a model holds gets fresh memory, as it does between a GPU and
+its host, and is not written where nobody reads."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from envgym.workers.config import WorkersConfig
+from envgym.workers.layout import micro_batches
+from envgym.workers.model import ModelWorker
+
+HELD = [
+    {"zero_stage": stage, "dtype": dtype, **more}
+    for stage in range(4)
+    for dtype in ("float32", "bfloat16")
+    for more in ({}, {"lora": {"rank": 4}}, {"offload_optimizer": True})
+    if stage or "offload_optimizer" not in more
+]
+FAST = [
+    {"zero_stage": 0, "dtype": "bfloat16"},
+    {"zero_stage": 2, "dtype": "bfloat16", "offload_optimizer": True},
+    {"zero_stage": 3, "dtype": "bfloat16", "lora": {"rank": 4}},
+]
+
+
+@pytest.fixture
+def make_worker(tied_model, learner):
+    workers = []
+
+    def make(lora=None, learn=None, trained=True, **settings):
+        worker = ModelWorker(
+            role="actor",
+            model=tied_model,
+            learner=learner["learner"],
+            learner_config={**learner["learner_config"], **(learn or {})},
+            settings=settings,
+            trained=trained,
+            lora=lora,
+        )
+        workers.append(worker)
+        worker.load()
+        return worker
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def moving(monkeypatch):
+    """Within `moving()` every `Tensor.to` gives fresh memory; yields the addresses that were moved from."""
+
+    @contextlib.contextmanager
+    def moving():
+        moved = set()
+        original = torch.Tensor.to
+
+        def to(tensor, *args, **kwargs):
+            moved.add(tensor.data_ptr())
+            return original(tensor, *args, **kwargs).clone()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "to", to)
+            yield moved
+
+    return moving
+
+
+@pytest.fixture
+def learn(make_rows, denominators):
+    def step(worker, seed):
+        rows = make_rows(6, seed)
+        totals = worker.accumulate(micro_batches(rows, 60, 1)[0], denominators(rows))
+        return totals["loss"][0] / totals["loss"][1], worker.step(1e-2)["grad_norm"]
+
+    return step
+
+
+def numbers(worker):
+    return {name: tensor.float().clone() for name, tensor in worker._parameters(merged=True)}
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(one, marks=[] if one in FAST else pytest.mark.slow) for one in HELD], ids=str
+)
+def test_a_model_learns_after_a_turn_what_it_would_have_learned_without(make_worker, learn, moving, settings):
+    expected, turning = (make_worker(**settings, learn={"ema_decay": 0.5}) for _ in range(2))
+    for seed in range(3):
+        before = numbers(turning)
+        assert learn(turning, seed) == learn(expected, seed)
+        after = numbers(expected)
+        for name, tensor in numbers(turning).items():
+            assert torch.equal(tensor, after[name]), name
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+        with moving():
+            turning.offload(True)
+        for name, tensor in numbers(turning).items():
+            assert torch.equal(tensor, after[name]), name
+        with moving():
+            turning.offload(False)
+            turning.onload()
+    assert turning.average.state().keys() == expected.average.state().keys()
+    for name, part in expected.average.state().items():
+        assert torch.equal(turning.average.state()[name], part)
+
+
+def frozen(worker):
+    """The addresses of what a worker's frozen parameters are kept in."""
+    return {
+        getattr(parameter, "ds_tensor", parameter).data_ptr()
+        for parameter in worker.network.parameters()
+        if not parameter.requires_grad or not worker.trained
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_optimizer_that_is_on_the_host_for_good_never_moves(make_worker, learn, moving, zero_stage):
+    worker = make_worker(zero_stage=zero_stage, dtype="bfloat16", offload_optimizer=True)
+    learn(worker, 0)
+    inner = worker.engine.optimizer.optimizer
+    held = [flat for group in inner.param_groups for flat in group["params"]]
+    held += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert len(held) > 2
+    with moving() as moved:
+        worker.offload(False)
+        worker.onload()
+    assert moved
+    assert not moved & {tensor.data_ptr() for tensor in held}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_the_frozen_base_of_an_adapter_goes_and_comes(make_worker, moving, zero_stage):
+    worker = make_worker(zero_stage=zero_stage, lora={"rank": 4})
+    for move in (lambda: worker.offload(False), worker.onload):
+        there = frozen(worker)
+        with moving() as moved:
+            move()
+        assert len(there) > 10
+        assert there <= moved
+
+
+def test_a_model_that_only_scores_goes_though_it_is_split_unless_it_is_on_the_host_for_good(
+    make_worker, make_rows, moving
+):
+    for settings, goes in (({"zero_stage": 3}, True), ({"offload_parameters": True}, False)):
+        worker = make_worker(trained=False, **settings)
+        expected, there = worker.forward(make_rows(3)), frozen(worker)
+        with moving() as moved:
+            worker.offload(False)
+            worker.onload()
+        assert (there <= moved) == goes
+        assert bool(there & moved) == goes
+        for scores, before in zip(worker.forward(make_rows(3)), expected, strict=True):
+            np.testing.assert_array_equal(scores, before)
+
+
+def test_a_state_of_deepspeeds_own_optimizer_for_bfloat16_goes_on(make_worker, learn, tmp_path, monkeypatch):
+    """As runs wrote it when stages 0 and 1 still ran as 1."""
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkersConfig, "runs_as", lambda settings, dtype, *, trained: 1)
+        before = make_worker(dtype="bfloat16")
+        assert type(before.engine.optimizer).__name__ == "BF16_Optimizer"
+        learn(before, 0)
+        before.save_state(str(tmp_path))
+    after = make_worker(dtype="bfloat16")
+    after.load_state(str(tmp_path))
+    for name, tensor in numbers(before).items():
+        assert torch.equal(numbers(after)[name], tensor), name
+    assert learn(after, 1) == pytest.approx(learn(before, 1), rel=1e-2)
+    for name, tensor in numbers(before).items():
+        torch.testing.assert_close(numbers(after)[name], tensor, atol=2e-3, rtol=1e-2)
