@@ -96,11 +96,11 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
+    from envgym.processes.local import LocalRuntime
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
     from envgym.rollout.runner import Runner, SamplingPlan
     from envgym.types import Message, Task
-    from envgym.workers.local import LocalRuntime
 
     of_turn = tokens // turns
     sampled = of_turn // 2

@@ -24,10 +24,10 @@ from record import conditions, store, table
 
 from envgym.errors import EnvgymError
 from envgym.learner import TrainSample
+from envgym.processes.local import LocalRuntime
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
 
 VOCABULARY = 32000
 MUON = {"optimizer": "muon", "muon_lr": 1e-3}

@@ -19,10 +19,10 @@ import numpy as np
 from record import ROOT, conditions, fill_docs, store, table
 
 from envgym.learner import TrainSample
+from envgym.processes.local import LocalRuntime
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
 
 SHORT = 64  # tokens
 VOCABULARY = 2048

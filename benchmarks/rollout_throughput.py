@@ -142,8 +142,8 @@ def measured(row: str, n_turns: int) -> dict[str, Any]:
 
 def starter() -> Path:
     """The folder of the starter policy, made now if it never was."""
-    from envgym.isolation import event_loop
     from envgym.monitoring.display import Display
+    from envgym.processes import event_loop
     from envgym.training.find_model import make_model
 
     return event_loop.run(make_model("starter", Display()))
@@ -191,11 +191,11 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     from envgym.engines.base import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
+    from envgym.processes.local import LocalRuntime
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
     from envgym.rollout.runner import Runner, SamplingPlan
     from envgym.types import Observation
-    from envgym.workers.local import LocalRuntime
 
     n = job["tasks"] * GROUP_SIZE
     is_starter = job is ROWS["starter"]

@@ -26,7 +26,7 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.isolation.processes", "envgym.loading", "envgym.hashing", "envgym.settings",
+        "envgym.registry", "envgym.processes.pool", "envgym.loading", "envgym.hashing", "envgym.settings",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
@@ -288,7 +288,7 @@ for kind in ("learner", "agent"):
     for entry in entry_points(group=f"envgym.{{kind}}s"):
         registry.load_component(kind, entry.name).Config.model_json_schema()
 import envgym.config.schema, envgym.env, envgym.render, envgym.rollout.runner
-import envgym.remote.client, envgym.workers.local
+import envgym.remote.client, envgym.processes.local
 print(*sorted({HEAVY!r} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

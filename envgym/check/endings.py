@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from envgym.processes.family import descendants, stat
 from envgym.registry import spec
 from envgym.services import start_services
 from envgym.types import Action
-from envgym.workers.guard import descendants, stat
 
 from .play import CLOSE_SECONDS, Played, difference
 from .report import Finding, Verdict, failed, listed, not_applicable, ok

@@ -13,9 +13,9 @@ from typing import Any
 from envgym.engines.base import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
-from envgym.isolation import cancellation
-from envgym.isolation.deadline import Deadline
 from envgym.loading import users_line
+from envgym.processes import cancellation
+from envgym.processes.deadline import Deadline
 from envgym.rollout.runner import apply_judgement, as_judgement
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Message, Observation, Outcome, Task, float_array, int_array

@@ -14,10 +14,10 @@ from typing import Any
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
 from envgym.loading import absolute_target, is_users, names_file
+from envgym.processes.local import LocalRuntime, LocalWorker
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
 from envgym.services import Services, start_services
-from envgym.workers.local import LocalRuntime, LocalWorker
 
 from . import endings, episodes, latency, leak, repeatability, scores, tasks
 from .play import call_limit

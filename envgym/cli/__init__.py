@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without `argv` the process is the command's own, and ends with all that environments have left in it."""
     if argv is None:
-        from .shutdown import Shutdown
+        from envgym.processes.shutdown import Shutdown
 
         shutdown = Shutdown()
         return shutdown.begin(_run(sys.argv[1:]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 
 from .errors import Invocation
 from .parser import Parser, make_spec

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
-from envgym.workers.runtime import CALL_SECONDS, Runtime, WorkerHandle
+from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .base import EngineInfo, Generation, Request
 

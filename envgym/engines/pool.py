@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
-from envgym.isolation.deadline import pause_timeouts
+from envgym.processes.deadline import pause_timeouts
 
 from .base import EngineInfo, Generation, Request
 from .client import EngineClient

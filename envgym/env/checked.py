@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
-from envgym.isolation.blocking import OwnThread
-from envgym.isolation.deadline import Deadline
+from envgym.processes.deadline import Deadline
+from envgym.processes.threads import OwnThread
 from envgym.types import Action, Observation, Span, Task, as_observation, timed
 
 from .protocol import Env, Info

@@ -12,7 +12,7 @@ from envgym.config.schema import RunConfig
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.files import check_target
 from envgym.errors import ConfigError, DataError
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
 from envgym.training.memory import check_room
 from envgym.types import Episode, Group, Task

@@ -15,7 +15,7 @@ from envgym.disk import write_atomically
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
 from envgym.hashing import task_hash, text_hash
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
 from envgym.training.memory import check_room
 from envgym.types import Group, Task

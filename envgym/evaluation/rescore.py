@@ -19,7 +19,7 @@ from envgym.env import CheckedEnv, EnvSpec, ListTasks
 from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 from envgym.render import NoRenderer
 from envgym.rollout.transcript import Transcript
 from envgym.services import Policy, start_services

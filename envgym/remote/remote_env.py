@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from envgym.env import CheckedEnv, Info, TaskSet
 from envgym.env.checked import checked_numbers
 from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
-from envgym.isolation.deadline import pause_timeouts
+from envgym.processes.deadline import pause_timeouts
 from envgym.types import Action, Observation, Span, Task, timed
 
 from .encoding import encode

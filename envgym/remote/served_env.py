@@ -15,8 +15,8 @@ from prometheus_client import Histogram
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
-from envgym.isolation.cancellation import is_shutdown
 from envgym.loading import names_file
+from envgym.processes.cancellation import is_shutdown
 from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
-from envgym.isolation.cancellation import is_shutdown
+from envgym.processes.cancellation import is_shutdown
 from envgym.types import Action
 
 from .access import Client

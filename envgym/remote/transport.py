@@ -13,8 +13,8 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
-from envgym.isolation.cancellation import is_being_cancelled
-from envgym.isolation.deadline import Deadline
+from envgym.processes.cancellation import is_being_cancelled
+from envgym.processes.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, unreachable
 from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, Asking

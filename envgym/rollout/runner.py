@@ -30,10 +30,10 @@ from envgym.errors import (
     WorkerError,
 )
 from envgym.hashing import derived_seed, task_hash
-from envgym.isolation import cancellation
-from envgym.isolation.cancellation import StillRunning, is_shutdown, run_to_end
-from envgym.isolation.deadline import Deadline
 from envgym.loading import users_line
+from envgym.processes import cancellation
+from envgym.processes.cancellation import StillRunning, is_shutdown, run_to_end
+from envgym.processes.deadline import Deadline
 from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome, missing_package
-from envgym.isolation.deadline import pause_timeouts
+from envgym.processes.deadline import pause_timeouts
 
 try:
     import httpx

@@ -11,9 +11,9 @@ from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
+from envgym.processes.runtime import Runtime, WorkerHandle
 from envgym.render.spelling import after_prompt, broken_up, rewritten
 from envgym.types import as_messages
-from envgym.workers.runtime import Runtime, WorkerHandle
 
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Text, preference

@@ -27,12 +27,12 @@ from aiohttp import web
 
 from envgym.disk import cache_folder
 from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied
+from envgym.processes.local import LocalRuntime
 from envgym.remote.access import refuse_web_pages
 from envgym.remote.admission import read_json
 from envgym.remote.listening import listen, stop_signals
 from envgym.remote.wire import Problem
 from envgym.types import as_messages
-from envgym.workers.local import LocalRuntime
 
 from .client import Conversation, RewardClient
 from .declarations import RewardModel

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from envgym.errors import ConfigError, WorkerError
-from envgym.workers.local import LocalRuntime
+from envgym.processes.local import LocalRuntime
 
 from .client import Client
 from .declarations import Chat, Policy, RewardEndpoint, RewardModel, Service
@@ -19,8 +19,8 @@ from .declarations import Chat, Policy, RewardEndpoint, RewardModel, Service
 if TYPE_CHECKING:
     from envgym.engines.base import Engine
     from envgym.env import EnvSpec
+    from envgym.processes.runtime import Runtime
     from envgym.render import Renderer
-    from envgym.workers.runtime import Runtime
 
 WORKER = "service-{}"
 """The name of a service's worker."""

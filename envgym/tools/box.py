@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.isolation.cancellation import abandon, is_shutdown
+from envgym.processes.cancellation import abandon, is_shutdown
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 from .schema import WrongArguments

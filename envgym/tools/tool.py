@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.isolation.blocking import OwnThread
 from envgym.loading import import_target, load_function, split_target
+from envgym.processes.threads import OwnThread
 from envgym.types import ToolSpec
 
 from .schema import parameters_of

@@ -19,13 +19,13 @@ from envgym.engines.pool import EnginePool
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import Learner
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime, Runtime
 from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
 from envgym.services import Chat, Services, start_services
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
-from envgym.workers.runtime import InlineRuntime, Runtime
 
 from .placement import ENGINE_SHARES, PlacedRuntime, placed
 from .pretraining import Pretraining

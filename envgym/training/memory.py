@@ -20,8 +20,8 @@ from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
 from envgym.models import is_path
+from envgym.processes.runtime import Slot
 from envgym.workers.config import WorkersConfig
-from envgym.workers.runtime import Slot
 
 from .find_model import made_model
 from .placement import ENGINE, Plan, name_of_service

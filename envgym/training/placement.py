@@ -15,10 +15,10 @@ from typing import Any
 from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 from envgym.services.start import local_models
-from envgym.workers.local import LocalRuntime
 from envgym.workers.ray import RayRuntime
-from envgym.workers.runtime import InlineRuntime, Runtime, Slot, WorkerHandle
 
 ENGINE, REWARD = "engine", "reward"
 

@@ -31,9 +31,9 @@ from envgym.errors import CheckpointDamaged, ConfigError, EnvgymError, RunError,
 from envgym.evaluation.generate import Selection, collect
 from envgym.evaluation.held_out import has_held_out
 from envgym.evaluation.rescore import rescore
-from envgym.isolation import event_loop
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
+from envgym.processes import event_loop
 
 from .checkpoints import Progress, set_aside
 from .find_model import fetch_model, with_results

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from envgym.isolation.watch import end_at_once
+from envgym.processes.watch import end_at_once
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

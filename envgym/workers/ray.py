@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
-
-from . import guard
-from .runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
-from .watchdog import CONTROLLER_LOG, CallWatch, watched_thread
+from envgym.processes import family as guard
+from envgym.processes.runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
+from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
 START_TIMEOUT = 600.0
 """Seconds a worker may take to be placed, to import what it needs, and to return from its constructor."""

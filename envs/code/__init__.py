@@ -12,6 +12,7 @@ from pydantic import Field
 
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import DataError
+from envgym.sandbox import Limits, Sandbox
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.tasks.reading import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Task, as_messages
@@ -19,7 +20,6 @@ from envgym.types import Action, Message, Task, as_messages
 from .cases import Case, read_cases
 from .grading import Verdict, grade
 from .problems import held_out_tasks, train_task
-from .sandbox import Limits, Sandbox
 
 TESTS_FIELDS = ("tests", "test_list", "test_cases", "unit_tests", "input_output", "test")
 SETUP_FIELDS = ("test_imports", "test_setup_code")

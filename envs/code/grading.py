@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envgym.sandbox import Execution, Sandbox
+
 from .cases import AssertCase, CallCase, Case, OutputCase
 from .driver import REQUEST, SOLUTION, TESTS
-from .sandbox import Execution, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 _DRIVER = Path(__file__).with_name("driver.py")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied
-from envgym.isolation.processes import Processes
+from envgym.processes.pool import Processes
 
 from .answers import looks_costly
 

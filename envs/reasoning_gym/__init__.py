@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
-from envgym.isolation.processes import Processes
+from envgym.processes.pool import Processes
 from envgym.types import Action, Message, Task
 
 from .datasets import TEST_START

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
-from envgym.isolation.processes import Processes, Session
+from envgym.processes.pool import Processes, Session
 from envgym.services import ChatOrPolicy, Service
 from envgym.types import Action, Message
 

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from envgym.env import ListTasks, TaskSet
-from envgym.envs.code.sandbox import Limits, Sandbox
-from envgym.envs.code.tool import python_tool
 from envgym.errors import ConfigError
 from envgym.hashing import hash_fraction
+from envgym.sandbox import Limits, Sandbox, python_tool
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
 from envgym.tools import McpServer, McpSession, Tool, ToolBox, ToolEnv, ToolEnvConfig, load_tool
 from envgym.types import Action, Message, Task, TextPart, ToolCall

@@ -122,7 +122,7 @@ def test_where_it_runs_changes_nothing_but_rounding(placement, plain, train, tin
     if placement in ("ray", "two_ranks"):
         assert result.logs == {"actor-0.log", "actor-1.log", "engine.log"}
     if placement == "inline":
-        assert not any("envgym.workers.child" in name for name in result.processes)
+        assert not any("envgym.processes.child" in name for name in result.processes)
         assert result.logs == set()
     store(
         f"placement_{placement}",

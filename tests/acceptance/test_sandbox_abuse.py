@@ -24,7 +24,7 @@ import pytest
 
 from envgym.envs.code.cases import read_cases
 from envgym.envs.code.grading import grade
-from envgym.envs.code.sandbox import Execution, Limits, Sandbox
+from envgym.sandbox import Execution, Limits, Sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -468,9 +468,9 @@ LEAVES = """
 It says nothing else.
 '''
 import asyncio, multiprocessing, os, subprocess, threading, time
-import envgym, envgym.cli.shutdown, envgym.isolation.cancellation
+import envgym, envgym.processes.shutdown, envgym.processes.cancellation
 
-envgym.isolation.cancellation.GRACE_SECONDS = envgym.cli.shutdown.PATIENCE_SECONDS = 0.1
+envgym.processes.cancellation.GRACE_SECONDS = envgym.processes.shutdown.PATIENCE_SECONDS = 0.1
 
 async def deaf():
     while True:

@@ -12,8 +12,8 @@ from envgym.engines import TARGETS, choose_engine
 from envgym.engines.base import Generation, Request, SamplingParams
 from envgym.errors import ConfigError, MissingDependency, PromptTooLong, WorkerError
 from envgym.models.weights_file import cut, read_weights, write_bucket, write_weights
+from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason, VersionSpan
-from envgym.workers.local import LocalRuntime
 from tests.weight_files import bucket_of, load
 
 CONTEXT = 256

@@ -14,10 +14,10 @@ from envgym.engines import TARGETS
 from envgym.engines.transformers import TransformersEngine
 from envgym.learner import TrainSample
 from envgym.models.weights_file import read_bucket
+from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export
 from envgym.workers.export import Parameters
-from envgym.workers.local import LocalRuntime
 from envgym.workers.model import ModelWorker
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}

@@ -13,7 +13,7 @@ from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
 from envgym.errors import WorkerError
 from envgym.models.weights_file import write_weights
-from envgym.workers.local import LocalRuntime
+from envgym.processes.local import LocalRuntime
 from tests.weight_files import load as load_weights
 
 RANK = 6  # vLLM has no adapters of that size, and takes it for one of 8

@@ -12,10 +12,10 @@ from envgym.engines.base import Generation, Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
-from envgym.isolation.deadline import Deadline
+from envgym.processes import local
+from envgym.processes.deadline import Deadline
+from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason
-from envgym.workers import local
-from envgym.workers.local import LocalRuntime
 
 
 class Fake:

@@ -15,8 +15,8 @@ from envgym.engines import TARGETS
 from envgym.engines.base import Request, SamplingParams
 from envgym.engines.vllm import VLLMEngine
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
+from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason
-from envgym.workers.local import LocalRuntime
 
 
 def run_with_engine(model, logs, body, **kwargs):
@@ -174,7 +174,7 @@ def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
 CONTROLLER = """
 import asyncio, sys
 from envgym.engines.base import Request, SamplingParams
-from envgym.workers.local import LocalRuntime
+from envgym.processes.local import LocalRuntime
 
 async def main():
     model, logs = sys.argv[1:]

@@ -304,7 +304,7 @@ def many(completion):
 
 def test_in_processes_of_its_own_what_hangs_is_killed(write, monkeypatch):
     """A sign of life is asked of a process whose caller gave up; one that gives none is replaced."""
-    monkeypatch.setattr("envgym.isolation.processes.PING_SECONDS", 0.5)
+    monkeypatch.setattr("envgym.processes.pool.PING_SECONDS", 0.5)
     spec = registry.spec(f"{write(PROCESSES)}:one", processes=1, call_timeout=3.0)
 
     async def main():

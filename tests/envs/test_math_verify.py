@@ -22,7 +22,7 @@ from envgym.env import EnvSpec
 from envgym.envs.math_verify import grader, held_out_tasks, train_task
 from envgym.envs.math_verify.answers import boxed, judge_at_once, looks_costly, reference
 from envgym.errors import CallTimeout, ConfigError, MissingDependency, WorkerError
-from envgym.isolation.processes import Processes
+from envgym.processes.pool import Processes
 from envgym.types import Task
 
 TOWER = "9^{9^{9^{9}}}"
@@ -395,7 +395,7 @@ def test_a_killed_process_is_replaced_and_its_answer_tried_again(whole):
 
 def processes():
     """The grading processes: the one that is kept, and its child, where it has one."""
-    kept = [process for process in psutil.Process().children() if "envgym.workers.child" in process.cmdline()]
+    kept = [process for process in psutil.Process().children() if "envgym.processes.child" in process.cmdline()]
     return [(process.pid, *(child.pid for child in process.children())) for process in kept]
 
 

@@ -12,11 +12,11 @@ from envgym.cli import main
 from envgym.env import CheckedEnv
 from envgym.episodes.files import read_episodes
 from envgym.errors import ConfigError
+from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.services import start_services
 from envgym.services.reward_worker import RewardWorker
 from envgym.types import Action, Message, StopReason
-from envgym.workers.runtime import InlineRuntime
 
 STEPS = ["1 + 2 is 3.\n", "3 + 4 is 7.\n", "So it is 7.\n"]
 

@@ -10,9 +10,9 @@ from aiohttp import web
 import envgym
 from envgym.envs.reward_model import RewardModelEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.processes.runtime import InlineRuntime
 from envgym.services import RewardModel, http, start_services
 from envgym.types import Task, as_messages
-from envgym.workers.runtime import InlineRuntime
 
 TASK = Task("t", "what is 12 + 34?", "46")
 

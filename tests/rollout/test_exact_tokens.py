@@ -14,11 +14,11 @@ from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.engines import TARGETS
 from envgym.engines.base import SamplingParams
 from envgym.engines.client import EngineClient
+from envgym.processes.local import LocalRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Message, Task
-from envgym.workers.local import LocalRuntime
 
 N_EPISODES = 32
 

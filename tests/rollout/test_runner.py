@@ -16,8 +16,8 @@ from envgym.agent import Agent, AgentConfig
 from envgym.engines.base import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
-from envgym.isolation import cancellation, event_loop, watch
 from envgym.monitoring.display import Display
+from envgym.processes import cancellation, event_loop, watch
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan, apply_judgement
 from envgym.training.stop import Interrupts, Stop
@@ -467,7 +467,7 @@ def test_a_second_signal_ends_what_holds_the_loop_and_all_that_would_hold_it_nex
 
 DEAF = """
 import signal
-from envgym.isolation import cancellation, event_loop
+from envgym.processes import cancellation, event_loop
 
 cancellation.GRACE_SECONDS = 0.2
 signals = [signal.SIGINT, signal.SIGTERM]

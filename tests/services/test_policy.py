@@ -9,11 +9,11 @@ import envgym
 from envgym.engines.base import Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.sampler import Waves
 from envgym.services import Policy, start_services
 from envgym.services.policy import WAVES
-from envgym.workers.runtime import InlineRuntime
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 

@@ -9,8 +9,8 @@ import pytest
 
 import envgym
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied
+from envgym.processes.runtime import InlineRuntime
 from envgym.services import RewardModel, start_services
-from envgym.workers.runtime import InlineRuntime
 
 
 class Spec(envgym.EnvSpec):

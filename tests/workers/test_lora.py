@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from envgym.errors import ConfigError, MissingDependency
 from envgym.models.lora import LoraConfig
+from envgym.processes.local import LocalRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from envgym.learner import trajectories
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import add_noise
-from envgym.workers.runtime import InlineRuntime
 from tests.weight_files import export_group
 
 from .conftest import PLAIN_GRADIENT_DESCENT, VOCABULARY

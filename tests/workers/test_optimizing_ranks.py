@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
-from envgym.workers.runtime import InlineRuntime
 from tests.weight_files import export_group
 
 

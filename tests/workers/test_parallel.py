@@ -14,11 +14,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime
 from envgym.workers import tensor_parallel
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
-from envgym.workers.local import LocalRuntime
-from envgym.workers.runtime import InlineRuntime
 from envgym.workers.sequence_parallel import Slices
 from tests.weight_files import export_group
 

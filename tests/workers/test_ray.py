@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.processes.runtime import InlineRuntime
 from envgym.training.placement import Node, Part, PlacedRuntime, place, placed
 from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime, RayWorker
-from envgym.workers.runtime import InlineRuntime
 from tests.weight_files import export_group
 
 TARGET = "polite_worker:Worker"

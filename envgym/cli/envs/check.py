@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from envgym.cli.parser import ENV, Parser, env_settings, make_spec
 from envgym.errors import printable
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 
 if TYPE_CHECKING:
     from envgym.check import Finding

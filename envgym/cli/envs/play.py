@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import ConfigError, printable
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 from envgym.registry import load_component
 from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
 from envgym.errors import EnvgymError, InvalidOutcome, printable
-from envgym.isolation import event_loop
+from envgym.processes import event_loop
 from envgym.types import Message, Observation, ToolSpec
 
 if TYPE_CHECKING:

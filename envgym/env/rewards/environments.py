@@ -14,8 +14,8 @@ from pydantic import Field
 
 from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
-from envgym.isolation.blocking import OwnThread
-from envgym.isolation.processes import Processes
+from envgym.processes.pool import Processes
+from envgym.processes.threads import OwnThread
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
 from envgym.tasks.config import SourceConfig
 from envgym.tasks.reading import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader

@@ -9,7 +9,7 @@ import time
 from healthy import Sums
 
 import envgym
-import envgym.isolation.cancellation
+import envgym.processes.cancellation
 
 
 class NanReward(Sums):
@@ -105,7 +105,7 @@ class SwallowsItsEnd(Sums):
     Config = type("Config", (envgym.EnvConfig,), {"__annotations__": {"call_timeout": float}, "call_timeout": 0.3})
 
     def __init__(self):
-        envgym.isolation.cancellation.GRACE_SECONDS = 0.2  # of this process, which is the check's own
+        envgym.processes.cancellation.GRACE_SECONDS = 0.2  # of this process, which is the check's own
 
     async def step(self, action):
         while True:

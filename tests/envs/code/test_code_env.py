@@ -310,7 +310,7 @@ def test_settings_that_cannot_be():
 
 def test_trouble_of_the_sandbox_is_no_wrong_answer(monkeypatch):
     """Its supervisors die before they say anything."""
-    from envgym.envs.code import sandbox
+    from envgym.sandbox import sandbox
 
     monkeypatch.setattr(sandbox.wire, "pack", lambda *_: b"\0\0\0\1\0\0\0\0?")
     with pytest.raises(InvalidOutcome) as error:

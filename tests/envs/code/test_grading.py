@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from envgym.envs.code.cases import AssertCase, CallCase, OutputCase, calls_in, read_cases
 from envgym.envs.code.driver import decode, encode
 from envgym.envs.code.grading import Verdict, grade, same
-from envgym.envs.code.sandbox import Limits, Sandbox
 from envgym.errors import DataError
+from envgym.sandbox import Limits, Sandbox
 
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=20, memory_mb=256, output_kb=256)
 SANDBOX = Sandbox(LIMITS)

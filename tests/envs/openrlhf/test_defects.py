@@ -115,7 +115,7 @@ def test_5_what_breaks_is_a_failed_episode_and_everything_is_closed(play, agent_
 @pytest.mark.parametrize("ends", ["while True: pass", "import os; os._exit(3)"])
 def test_5_a_process_that_hangs_or_dies_is_replaced(play, ok, write, agent_file, task, tmp_path, monkeypatch, ends):
     """Its other episodes are lost with it, and played again."""
-    monkeypatch.setattr("envgym.isolation.processes.PING_SECONDS", 0.5)
+    monkeypatch.setattr("envgym.processes.pool.PING_SECONDS", 0.5)
     step = f"""import pathlib
         mark = pathlib.Path({str(tmp_path)!r}, "mark")
         if not mark.exists():

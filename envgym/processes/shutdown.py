@@ -54,7 +54,7 @@ class Shutdown:
     def _last(self) -> None:
         if os.getpid() != self._pid:  # a fork of ours that ends
             return
-        cancellation = sys.modules.get("envgym.isolation.cancellation")
+        cancellation = sys.modules.get("envgym.processes.cancellation")
         if cancellation is None:  # nothing was played
             return
         self._end_processes()
@@ -82,7 +82,7 @@ class Shutdown:
     def _family(self) -> set[int]:
         """The processes that this one has started, but for Python's own that frees shared memory: it ends by itself,
         and has work to do then."""
-        from envgym.workers.guard import descendants
+        from .family import descendants
 
         family = descendants({self._pid})
         mark = f"{MARK}={self._value}".encode()
@@ -94,7 +94,7 @@ class Shutdown:
 
 
 def _runs(pid: int) -> bool:
-    from envgym.workers.guard import stat
+    from .family import stat
 
     fields = stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")

@@ -193,7 +193,7 @@ class LocalRuntime:
         with theirs, log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-u", "-m", "envgym.workers.child", str(theirs.fileno()), str(os.getpid())),
+                *("-u", "-m", "envgym.processes.child", str(theirs.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

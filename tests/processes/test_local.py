@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
-from envgym.workers import local
-from envgym.workers.local import LocalRuntime
-from envgym.workers.runtime import InlineRuntime
+from envgym.processes import local
+from envgym.processes.local import LocalRuntime
+from envgym.processes.runtime import InlineRuntime
 
 WORKER = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -280,7 +280,7 @@ def test_a_worker_that_will_not_end_is_killed(worker_module, tmp_path, monkeypat
 
 CONTROLLER = """
 import asyncio, sys
-from envgym.workers.local import LocalRuntime
+from envgym.processes.local import LocalRuntime
 
 async def main():
     sys.path.insert(0, sys.argv[2])

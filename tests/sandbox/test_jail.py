@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from envgym.envs.code import jail
-from envgym.envs.code import sandbox as sandbox_module
-from envgym.envs.code.sandbox import Execution, Limits, Sandbox
+from envgym.sandbox import Execution, Limits, Sandbox, jail
+from envgym.sandbox import sandbox as sandbox_module
 
 LIMITS = Limits(cpu_seconds=2, wall_seconds=30, memory_mb=256, output_kb=64, disk_mb=4, open_files=32, processes=8)
 WAYS = ["namespaces", "landlock"]

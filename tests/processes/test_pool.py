@@ -7,8 +7,8 @@ import tempfile
 import pytest
 
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
-from envgym.isolation import processes
-from envgym.isolation.processes import Processes
+from envgym.processes import pool as processes
+from envgym.processes.pool import Processes
 
 HOST = """
 import asyncio, os, pathlib, time

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerDied, WorkerError
-from envgym.workers.local import LocalRuntime, LocalWorker
+
+from .local import LocalRuntime, LocalWorker
 
 PING_SECONDS = 10.0
 """Seconds a process may take to give a sign of life, once a call in it had to be given up."""

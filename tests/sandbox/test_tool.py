@@ -5,8 +5,7 @@ import inspect
 
 import pytest
 
-from envgym.envs.code.sandbox import Limits, Sandbox
-from envgym.envs.code.tool import python_tool
+from envgym.sandbox import Limits, Sandbox, python_tool
 
 
 def use(*programs, **settings):

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envgym.envs.code import jail
-from envgym.envs.code.sandbox import Execution, Limits, Sandbox
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.sandbox import Execution, Limits, Sandbox, jail
 
 SMALL = Limits(cpu_seconds=1, wall_seconds=3, memory_mb=256, output_kb=64, disk_mb=4)
 WAYS = ["namespaces", "landlock"]
@@ -215,7 +214,7 @@ def test_who_stops_waiting_ends_the_program(way):
 def test_when_the_owner_is_killed_nothing_is_left(way, tmp_path):
     script = f"""
 import asyncio, sys
-from envgym.envs.code.sandbox import Limits, Sandbox
+from envgym.sandbox import Limits, Sandbox
 async def main():
     sandbox = Sandbox(Limits(wall_seconds=600))
     sandbox._ways = {("confined",) if way == "landlock" else ("root", "user")!r}
@@ -315,7 +314,7 @@ def test_a_machine_without_isolation_is_refused():
 def test_what_is_not_isolated_is_said_once(caplog):
     caplog.set_level(logging.INFO)
     run("pass")
-    [line] = [record for record in caplog.records if record.name == "envgym.envs.code.sandbox"]
+    [line] = [record for record in caplog.records if record.name == "envgym.sandbox.sandbox"]
     assert line.getMessage() == "sandbox (namespaces): programs share this machine's kernel, its clock and its CPUs"
     assert line.levelno == logging.INFO
     caplog.clear()
@@ -325,7 +324,7 @@ def test_what_is_not_isolated_is_said_once(caplog):
     asyncio.run(sandbox.close())
     assert isolation.by == "landlock"
     assert len(isolation.not_isolated) == 2
-    [line] = [record for record in caplog.records if record.name == "envgym.envs.code.sandbox"]
+    [line] = [record for record in caplog.records if record.name == "envgym.sandbox.sandbox"]
     assert line.levelno == logging.WARNING
 
 

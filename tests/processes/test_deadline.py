@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from envgym.isolation.deadline import Deadline, pause_timeouts
+from envgym.processes.deadline import Deadline, pause_timeouts
 
 
 class Skipping(selectors.DefaultSelector):

@@ -1,4 +1,4 @@
-"""The process side of the local runtime: `python -m envgym.workers.child FD PARENT` hosts one worker object.
+"""The process side of the local runtime: `python -m envgym.processes.child FD PARENT` hosts one worker object.
 
 The first message names the class and its arguments; every later one is a call. Methods run on this process's
 event loop: plain ones at once, coroutines as tasks, many in flight. The process ends when it is asked to, when
@@ -21,8 +21,7 @@ import sys
 import traceback
 from typing import Any
 
-from envgym.isolation.cancellation import is_shutdown
-
+from .cancellation import is_shutdown
 from .runtime import close_object, describe_error, load_target
 from .watchdog import CallWatch, watched_thread
 

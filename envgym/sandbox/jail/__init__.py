@@ -1,4 +1,4 @@
-"""The process that runs untrusted programs for `envgym.envs.code.sandbox`, and what it shuts them into.
+"""The process that runs untrusted programs for `envgym.sandbox`, and what it shuts them into.
 
 It is started as `jail` with nothing of envgym on its path, and imports only light parts of the standard library: it
 forks for every program, so what it holds is what a program could at worst get to see.

@@ -1,0 +1,6 @@
+"""Other people's programs, each in a process apart from this machine's files, users and network."""
+
+from .sandbox import Execution, Limits, Sandbox
+from .tool import python_tool
+
+__all__ = ["Execution", "Limits", "Sandbox", "python_tool"]
