@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from envgym.agent import Agent, AgentConfig, Sampler
-from envgym.engines.base import ChatReply
+from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript

@@ -95,7 +95,7 @@ def measured(kind: str, n: int) -> dict[str, float]:
 
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.engines.base import Generation, Request, SamplingParams
+    from envgym.engine import Generation, Request, SamplingParams
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig

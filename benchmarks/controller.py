@@ -89,7 +89,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     """Seconds a round of one case takes: playing it, and the whole."""
     from envgym import Env, EnvSpec
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.engines.base import SamplingParams
+    from envgym.engine import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.episodes.parquet import write_rollouts
     from envgym.learner import trajectories

@@ -94,9 +94,8 @@ def run(side: str, folder: str) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> None:
-    from envgym.models.fresh import FreshModelConfig, make_fresh_model
+    from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
     from envgym.registry import spec
-    from envgym.training.find_model import text_of
 
     corpus = asyncio.run(text_of(spec("math_verify"), 500))
     make_fresh_model(folder, FreshModelConfig(**SIZE, max_model_len=512), corpus, 0)

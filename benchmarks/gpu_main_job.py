@@ -85,7 +85,7 @@ def make_model(folder: Path, hidden: int, layers: int, inner: int, heads: int, k
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from envgym.monitoring.terminal import open_display
-    from envgym.training.find_model import make_model as of_recipe
+    from envgym.training.new_model import make_model as of_recipe
 
     with open_display() as display:
         starter = asyncio.run(of_recipe("starter", display))

@@ -29,7 +29,7 @@ from typing import Any
 from record import RESULTS, ROOT, conditions, fill_docs, store, table
 
 from envgym.config.resolve import resolve
-from envgym.training.run_folder import RunFolder, stage_folders
+from envgym.run_folder import RunFolder, stage_folders
 
 NAME = "learning_curves"
 PAGE = ROOT / "docs" / "recipes.md"

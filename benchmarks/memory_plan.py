@@ -79,8 +79,8 @@ def make_model(folder: Path, hidden: int, layers: int, inner: int, vocabulary: i
 
 
 def plan(folder: Path, stage: int, tokens: int) -> float:
+    from envgym.launch.memory import ModelSizes, of_rank
     from envgym.learner import LearnerConfig
-    from envgym.training.memory import ModelSizes, of_rank
     from envgym.workers.config import WorkersConfig
 
     sizes = ModelSizes.of(folder)

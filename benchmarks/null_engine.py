@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envgym.engines.base import EngineInfo, Generation, Request
+from envgym.engine import EngineInfo, Generation, Request
 from envgym.types import StopReason, VersionSpan
 
 

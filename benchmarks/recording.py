@@ -22,7 +22,7 @@ from typing import Any
 
 from record import ROOT, conditions, conditions_in_words, fill_docs, store
 
-from envgym.training.run_folder import RunFolder
+from envgym.run_folder import RunFolder
 from envgym.workers.group import WorkerGroup
 
 BLOCK = 5

@@ -144,7 +144,7 @@ def starter() -> Path:
     """The folder of the starter policy, made now if it never was."""
     from envgym.monitoring.display import Display
     from envgym.processes import event_loop
-    from envgym.training.find_model import make_model
+    from envgym.training.new_model import make_model
 
     return event_loop.run(make_model("starter", Display()))
 
@@ -188,7 +188,7 @@ def tell(said: dict[str, Any]) -> None:
 async def ours(job: dict[str, Any], folder: Path) -> None:
     """Play rollouts, and leave what the engine was asked for the other side."""
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
-    from envgym.engines.base import SamplingParams
+    from envgym.engine import SamplingParams
     from envgym.engines.client import EngineClient
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
     from envgym.processes.local import LocalRuntime

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-from .engines.base import ChatReply, Generation, SamplingParams
+from envgym.engine import ChatReply, Generation, SamplingParams
+
 from .env import CheckedEnv
 from .render import Renderer
 from .settings import Settings

@@ -34,9 +34,10 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     """Measure `settings["model"]` on a suite or, without one, on the held-out tasks of `settings["env"]`, as
     `envgym eval` does. Returns what `result.json` holds: see `envgym.evaluation.policy.run_evaluation`."""
     from .evaluation.policy import new_evaluation, run_evaluation
+    from .training.new_model import make_model
 
     evaluation = new_evaluation(nested(settings.items()), suite=suite)
     stage = evaluation.config.stages[-1]
     with Display() if quiet else open_display() as display:
         display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
-        return run_evaluation(evaluation, display)
+        return run_evaluation(evaluation, display, make_model=make_model)

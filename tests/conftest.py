@@ -134,7 +134,7 @@ def serving():
 @pytest.fixture(scope="session")
 def through_a_checkpoint():
     """`through_a_checkpoint(state)`: a part of the controller's state as a resumed run finds it."""
-    from envgym.training.run_folder import state_from_json, state_to_json
+    from envgym.run_folder import state_from_json, state_to_json
 
     return lambda state: state_from_json(state_to_json({"progress": {"step": 0}, "part": state}))["part"]
 

@@ -11,9 +11,9 @@ from huggingface_hub import constants
 from envgym import hub
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, DataError
+from envgym.launch.models import fetch_model
 from envgym.monitoring.display import Display
 from envgym.tasks.rows import open_rows
-from envgym.training.find_model import fetch_model
 
 
 class Phases(Display):

@@ -29,7 +29,7 @@ ALLOWED = {
         "envgym.registry", "envgym.processes.pool", "envgym.loading", "envgym.hashing", "envgym.settings",
     },
     "agents": {
-        "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
+        "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
         "envgym.rollout.transcript",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings"},

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from envgym.engines.base import Generation
+from envgym.engine import Generation
 from envgym.types import Message, StopReason, ToolSpec, as_messages
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

@@ -10,7 +10,7 @@ from typing import Any
 
 from envgym.agent import Sampler
 from envgym.agents.token_level import extend
-from envgym.engines.base import Generation
+from envgym.engine import Generation
 from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
 from envgym.render.spelling import after_prompt

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from envgym.engines.base import Generation
+from envgym.engine import Generation
 from envgym.types import Message, StopReason, TextPart, ToolCall, ToolSpec
 
 from .chat_api import TOKEN_FIELDS, check_settings, checked_limit, refusal

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.evaluation.table import evaluation_text
     from envgym.monitoring.report import tasks_behind
     from envgym.monitoring.terminal import open_display
+    from envgym.training.new_model import make_model
 
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     stage = evaluation.config.stages[-1]
     with open_display() as display:
         display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
-        result = run_evaluation(evaluation, display, retry_failed=options.retry_failed)
+        result = run_evaluation(evaluation, display, retry_failed=options.retry_failed, make_model=make_model)
     print(evaluation_text(result, evaluation.path))
     if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):
         raise ConfigError(f"no episode was scored; why each failed is in {evaluation.journal.path}")

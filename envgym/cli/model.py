@@ -39,7 +39,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.monitoring.terminal import open_display
-    from envgym.training.find_model import make_model
+    from envgym.training.new_model import make_model
 
     with open_display() as display:
         path = asyncio.run(make_model(options.name, display))
@@ -60,7 +60,7 @@ def _merge(arguments: Sequence[str]) -> int:
     parser.add_argument("--base", metavar="B", help="folder or hub id of the base, if not what the adapter names")
     options = parser.parse_without_words(arguments, "an adapter is merged as it is")
 
-    from envgym.models.merge import merge_adapter
+    from envgym.workers.merge import merge_adapter
 
     print(merge_adapter(options.adapter, options.out, base=options.base, note=print))
     return 0
@@ -82,7 +82,7 @@ def _export(arguments: Sequence[str]) -> int:
     options = parser.parse_without_words(arguments, "a model is exported as it is")
 
     from envgym.models.export import export_model
-    from envgym.training.run_folder import policy_of_run
+    from envgym.run_folder import policy_of_run
 
     model = policy_of_run(Path(options.model).expanduser())
     print(export_model(model, Path(options.out).expanduser(), options.dtype, options.converter, print))

@@ -13,7 +13,7 @@ from .parser import Parser, add_run_options, resolve_options
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
-    from envgym.training.placement import Node
+    from envgym.launch.placement import Node
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     config = resolve_options(options, words)
     invocation.debug |= config.debug
 
-    from envgym.training.memory import GIB
-    from envgym.training.placement import Node
+    from envgym.launch.memory import GIB
+    from envgym.launch.placement import Node
 
     if options.gpus is None:
         nodes = _there(config)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 def _there(config: RunConfig) -> list[Node]:
     """The machines there are."""
-    from envgym.training.placement import nodes_of
+    from envgym.launch.placement import nodes_of
     from envgym.workers.ray import RayRuntime
 
     if config.runtime != "ray" or "RAY_ADDRESS" not in os.environ:
@@ -69,10 +69,10 @@ def _there(config: RunConfig) -> list[Node]:
 
 def _print_stage(config: RunConfig, number: int, nodes: Sequence[Node]) -> list[str]:
     """Print a stage's plan; returns what does not fit."""
+    from envgym.launch.memory import GIB, Needs
+    from envgym.launch.placement import plan_of
     from envgym.monitoring.report import aligned
     from envgym.services.start import local_models
-    from envgym.training.memory import GIB, Needs
-    from envgym.training.placement import plan_of
 
     stage = config.stages[number]
     models = local_models(stage.make_spec())

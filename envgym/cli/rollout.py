@@ -52,10 +52,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     from envgym.evaluation.generate import collect
     from envgym.monitoring.report import aligned
     from envgym.monitoring.terminal import open_display
+    from envgym.training.new_model import make_model
 
     with open_display() as display:
         display.begin(config.name, f"{config.stages[-1].env.name}, {config.stages[-1].model}")
-        result = collect(config, selection, Path(options.out), display, overwrite=options.overwrite)
+        result = collect(
+            config, selection, Path(options.out), display, overwrite=options.overwrite, make_model=make_model
+        )
     print(aligned(_lines(result, selection, options.out)))
     return 0
 

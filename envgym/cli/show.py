@@ -82,7 +82,7 @@ def _find(given: str, step: int | None) -> tuple[Path, str]:
 
 def _steps(stage: Path) -> dict[int, Path]:
     """The files of a stage's rollouts, by step."""
-    from envgym.training.run_folder import files_by_step
+    from envgym.run_folder import files_by_step
 
     return files_by_step(stage / "rollouts", ".parquet")
 

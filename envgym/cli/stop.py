@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     options, runs_dir = parser.parse_with_folder(arguments, "runs_dir")
 
     from envgym.disk import holder
-    from envgym.training.run_folder import STOP
+    from envgym.run_folder import STOP
 
     named = Path(options.run)
     folder = named if (named / "config.yaml").is_file() else Path(runs_dir) / options.run

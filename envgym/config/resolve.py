@@ -17,13 +17,14 @@ from pydantic import BaseModel
 
 from envgym.errors import ConfigError, DroppedSettings, UnknownKey, did_you_mean
 from envgym.learner import RoleSpec
+from envgym.run_folder import run_of_checkpoint, stage_name
 from envgym.settings import validated
-from envgym.training.run_folder import run_of_checkpoint
+from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
-from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model, read_yaml
-from .schema import STAGE, RunConfig, StageConfig, stage_name
+from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
+from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, lay, merge, merge_stage, name_alone
 
 

@@ -7,7 +7,6 @@ given back with `--config`, make the same run. `envgym.config.resolve` makes the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -17,14 +16,15 @@ from envgym.agent import Agent, AgentConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import Learner, LearnerConfig, RoleSpec
-from envgym.models.lora import LoraConfig
 from envgym.registry import load_component, spec
 from envgym.render import RenderKind
 from envgym.rollout.config import RolloutConfig
+from envgym.run_folder import stage_name
 from envgym.services.declarations import Url, VariableName
 from envgym.settings import Settings, validated
 from envgym.tasks.curriculum import CurriculumConfig
 from envgym.workers.config import WorkersConfig
+from envgym.workers.lora import LoraConfig
 
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE
 from .words import AUTO, merge, name_alone
@@ -228,11 +228,6 @@ class RoleConfig(Settings):
     """Settings of its workers that differ from the stage's `workers`."""
     lora: dict[str, Any] = Field({})
     """Settings of its adapter that differ from the stage's `lora`; `{rank: 0}` trains it in full."""
-
-
-def stage_name(own: str | None, learner: str) -> str:
-    """The name of a stage: its own, or that of its learner, which may be in a file."""
-    return own or Path(learner.partition(":")[0]).stem
 
 
 class StageConfig(Settings):

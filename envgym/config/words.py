@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from envgym.errors import ConfigError
-
-from .recipes import DuplicateKey, load_yaml
+from envgym.yaml_files import DuplicateKey, load_yaml
 
 AUTO = "auto"
 COMPONENTS = ("env", "agent", "learner")

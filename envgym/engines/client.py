@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from envgym.engine import EngineInfo, Generation, Request
 from envgym.errors import WorkerDied, WorkerError
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
-
-from .base import EngineInfo, Generation, Request
 
 LOOK_SECONDS = 30.0
 """Seconds between two looks whether the engine moves, while requests wait for it."""

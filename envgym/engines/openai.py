@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from envgym.engine import ChatEngine, ChatReply, ChatRequest, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.render.spelling import after_prompt
 from envgym.render.tool_calls import written_call
@@ -15,8 +16,6 @@ from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
 from envgym.services.http import Refused, Unreachable
 from envgym.types import Message, StopReason, TextPart, ToolCall
-
-from .base import ChatEngine, ChatReply, ChatRequest, SamplingParams
 
 CUT = ("length", "max_tokens", "model_length")
 """Finish reasons of an answer that its token limit ended."""

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from envgym.engine import EngineInfo, Generation, Request
 from envgym.errors import EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes.deadline import pause_timeouts
 
-from .base import EngineInfo, Generation, Request
 from .client import EngineClient
 
 MOST_FAILURES = 16

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import transformers
 
+from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check_fits
 from envgym.errors import ConfigError, WorkerError
 from envgym.models.weights_file import Bucket, Update
 from envgym.types import StopReason, VersionSpan
 
-from .base import EngineInfo, Generation, Request, SamplingParams, check_fits
 from .model_folder import check_model_folder, end_tokens
 
 MAX_BATCH = 256
@@ -59,7 +59,7 @@ class Sample:
 
 
 class TransformersEngine:
-    """Implements `envgym.engines.base.HostedEngine`; takes the arguments of `VLLMEngine`.
+    """Implements `envgym.engine.HostedEngine`; takes the arguments of `VLLMEngine`.
 
     `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
     and a request with a seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight,

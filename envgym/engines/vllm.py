@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envgym.engine import EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import Bucket, Update, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
 
-from .base import EngineInfo, Generation, Request, check_fits
 from .model_folder import check_model_folder, end_tokens
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
@@ -37,7 +37,7 @@ CPU_CACHE_BYTES = 2 * 2**30
 
 
 class VLLMEngine:
-    """Implements `envgym.engines.base.HostedEngine`.
+    """Implements `envgym.engine.HostedEngine`.
 
     dtype          `auto` (float32 on a CPU, bfloat16 elsewhere: what the workers take) or a torch dtype's name
     max_model_len  context length in tokens, prompt and answer together; None takes the model's

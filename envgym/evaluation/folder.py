@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import yaml
 
-from envgym.config.recipes import read_yaml
 from envgym.config.schema import RunConfig
 from envgym.disk import write_atomically
 from envgym.episodes.journal import episode_line
 from envgym.errors import ConfigError, RunError
 from envgym.types import Episode
+from envgym.yaml_files import read_yaml
 
 from .plan import Part
 from .resumable import ResumableFolder

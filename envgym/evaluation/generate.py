@@ -12,9 +12,10 @@ from envgym.config.schema import RunConfig
 from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.files import check_target
 from envgym.errors import ConfigError, DataError
+from envgym.launch.memory import check_room
+from envgym.launch.models import MakeModel, made_before
 from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
-from envgym.training.memory import check_room
 from envgym.types import Episode, Group, Task
 
 from .plan import Part
@@ -89,7 +90,13 @@ class Selection:
 
 
 def collect(
-    config: RunConfig, selection: Selection, out: Path, display: Display, *, overwrite: bool = False
+    config: RunConfig,
+    selection: Selection,
+    out: Path,
+    display: Display,
+    *,
+    overwrite: bool = False,
+    make_model: MakeModel = made_before,
 ) -> dict[str, Any]:
     """Play the last stage's environment with its model, write the episodes to `out` and return what came of it.
 
@@ -105,7 +112,7 @@ def collect(
     folder = UnfinishedFile(out, overwrite=overwrite)
     with folder.begun(_settings(config, selection)):
         began = time.monotonic()
-        groups = event_loop.run(_play(part, selection, folder, display))
+        groups = event_loop.run(_play(part, selection, folder, display, make_model))
         seconds = time.monotonic() - began
         written = [episode for group in groups for episode in group.episodes]
         if selection.best:
@@ -126,11 +133,13 @@ def collect(
     }
 
 
-async def _play(part: Part, selection: Selection, folder: UnfinishedFile, display: Display) -> list[Group]:
+async def _play(
+    part: Part, selection: Selection, folder: UnfinishedFile, display: Display, make_model: MakeModel
+) -> list[Group]:
     async def choose(part: Part, spec: EnvSpec) -> list[Task]:
         return await selection.tasks(spec, display)
 
-    async with ready_parts([part], choose, folder, display) as [ready]:
+    async with ready_parts([part], choose, folder, display, make_model) as [ready]:
         if folder.kept:
             display.note(f"{len(folder.kept)} episodes are kept from before")
         display.phase("playing")

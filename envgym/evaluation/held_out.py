@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from envgym.config.schema import EvalConfig
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, RunError
 from envgym.learner import Learner, Trajectory, trajectories

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.errors import ConfigError
 
 from .suite import Sampling, Suite, SuiteEnv

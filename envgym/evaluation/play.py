@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from envgym.config.schema import Component
 from envgym.env import EnvSpec
+from envgym.launch.components import StageContext, make_agent, make_runner, running, set_up, start_sampling
+from envgym.launch.models import MakeModel, fetch_model
+from envgym.launch.placement import placed
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.training.find_model import fetch_model
-from envgym.training.launch import StageContext, make_agent, make_runner, running, set_up, start_sampling
-from envgym.training.placement import placed
-from envgym.training.run_folder import RunFolder
+from envgym.run_folder import RunFolder
 from envgym.types import Group, Task
 
 from .plan import Part
@@ -49,6 +49,7 @@ async def ready_parts(
     choose: Callable[[Part, EnvSpec], Awaitable[list[Task]]],
     folder: ResumableFolder,
     display: Display,
+    make_model: MakeModel,
 ) -> AsyncIterator[list[ReadyPart]]:
     """The parts, ready to be played by the model of the first; `choose` gives the tasks of each.
 
@@ -71,7 +72,7 @@ async def ready_parts(
             tasks = await choose(part, spec)
             folder.check_tasks(part.name, tasks, spec)
             prepared.append((part, spec, tasks))
-        model = await fetch_model(stage.model, config, display)
+        model = await fetch_model(stage.model, config, display, make_model)
         folder.check_model(model)
         agents = []
         for part, spec, _ in prepared:

@@ -15,9 +15,10 @@ from envgym.disk import write_atomically
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
 from envgym.hashing import task_hash, text_hash
+from envgym.launch.memory import check_room
+from envgym.launch.models import MakeModel, made_before
 from envgym.processes import event_loop
 from envgym.tasks.cursor import tasks_at
-from envgym.training.memory import check_room
 from envgym.types import Group, Task
 
 from .folder import EvalFolder
@@ -58,7 +59,9 @@ def new_evaluation(
     return folder
 
 
-def run_evaluation(folder: EvalFolder, display: Display, *, retry_failed: bool = False) -> dict[str, Any]:
+def run_evaluation(
+    folder: EvalFolder, display: Display, *, retry_failed: bool = False, make_model: MakeModel = made_before
+) -> dict[str, Any]:
     """Play what is not played yet, with `retry_failed` also what failed, and return what `result.json` then holds.
 
     Keys: status (`running`, `completed`), suite, model, engine, seed, began, ended, seconds, fingerprints (of the
@@ -73,10 +76,12 @@ def run_evaluation(folder: EvalFolder, display: Display, *, retry_failed: bool =
         if done is not None and done["status"] == "completed" and not retry_failed:
             return done
         with folder.playing():
-            return event_loop.run(_run(folder, parts, retry_failed, display))
+            return event_loop.run(_run(folder, parts, retry_failed, display, make_model))
 
 
-async def _run(folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, display: Display) -> dict[str, Any]:
+async def _run(
+    folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, display: Display, make_model: MakeModel
+) -> dict[str, Any]:
     stage = parts[0].stage
     began = time.monotonic()
     folder.journal.open()
@@ -87,7 +92,7 @@ async def _run(folder: EvalFolder, parts: Sequence[Part], retry_failed: bool, di
     result = folder.read_result() or {"began": _now(), "seconds": 0.0}
     groups: dict[str, list[Group]] = {}
     fingerprints: dict[str, dict[str, str]] = {}
-    async with ready_parts(parts, tasks_of, folder, display) as ready:
+    async with ready_parts(parts, tasks_of, folder, display, make_model) as ready:
         # Only now, as an engine or an API that does not start must not undo what there is.
         result |= {"status": "running", "model": stage.model, "seed": folder.config.seed, "suite": folder.suite}
         result["engine"] = {"kind": stage.engine.kind, "base_url": stage.engine.base_url}

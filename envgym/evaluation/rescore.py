@@ -19,13 +19,13 @@ from envgym.env import CheckedEnv, EnvSpec, ListTasks
 from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
+from envgym.launch.components import make_runner, running
 from envgym.processes import event_loop
 from envgym.render import NoRenderer
 from envgym.rollout.transcript import Transcript
+from envgym.run_folder import RunFolder
 from envgym.services import Policy, start_services
 from envgym.tasks import DataEnvSpec
-from envgym.training.launch import make_runner, running
-from envgym.training.run_folder import RunFolder
 from envgym.types import (
     Action,
     Episode,

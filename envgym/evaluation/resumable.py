@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from envgym.config.recipes import read_yaml
 from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
@@ -21,6 +20,7 @@ from envgym.errors import ConfigError, DataError, RunError, WorkerError, extende
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
+from envgym.yaml_files import read_yaml
 
 
 class ResumableFolder(ABC):

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from envgym.config.recipes import read_yaml
 from envgym.config.schema import Component, ComponentField
 from envgym.config.words import AUTO
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.settings import Settings, validated
+from envgym.yaml_files import read_yaml
 
 SHIPPED = Path(__file__).with_name("suites")
 STANDARD = "standard"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .alarms import Alarms
 
 if TYPE_CHECKING:
-    from envgym.training.run_folder import RunFolder
+    from envgym.run_folder import RunFolder
 
     from .display import Display
     from .trackers import Trackers

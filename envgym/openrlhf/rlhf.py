@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.config.recipes import read_yaml
 from envgym.errors import ConfigError, did_you_mean
+from envgym.yaml_files import read_yaml
 
 from .translate import translated
 from .translation import Flags, Translation

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envgym.config.recipes import read_yaml
 from envgym.errors import ConfigError, did_you_mean
+from envgym.yaml_files import read_yaml
 
 FILE = Path(__file__).with_name("flags.yaml")
 TRAINING = ("train_sft", "train_rm", "train_prm", "train_dpo", "train_kto", "train_kd", "train_ppo_ray")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.settings import Settings
 
 from .filter import FilterConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envgym.agent import Agent
-from envgym.engines.base import ChatEngine, Engine, SamplingParams
+from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.episodes.scores import reward_as_score, withdraw
 from envgym.errors import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envgym.engines.base import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
+from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
 from envgym.hashing import derived_seed
 from envgym.types import Message, Span, ToolSpec, timed
 

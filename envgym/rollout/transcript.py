@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envgym.agent import Sampler
-from envgym.engines.base import Generation
+from envgym.engine import Generation
 from envgym.episodes.scores import reward_as_score
 from envgym.types import (
     Episode,

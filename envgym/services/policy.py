@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from envgym.engines.base import Engine, Request, SamplingParams
+from envgym.engine import Engine, Request, SamplingParams
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.render.spelling import by_others
 from envgym.types import Observation, as_messages

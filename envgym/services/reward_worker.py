@@ -12,7 +12,7 @@ from envgym.hub import find_on_hub
 from envgym.models import check_no_file
 from envgym.render import TextRenderer, make_renderer
 from envgym.render.spelling import after_prompt
-from envgym.training.run_folder import policy_of_run
+from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
 
 from .client import Text

@@ -17,7 +17,7 @@ from .client import Client
 from .declarations import Chat, Policy, RewardEndpoint, RewardModel, Service
 
 if TYPE_CHECKING:
-    from envgym.engines.base import Engine
+    from envgym.engine import Engine
     from envgym.env import EnvSpec
     from envgym.processes.runtime import Runtime
     from envgym.render import Renderer

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from envgym.config.recipes import read_yaml
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import LENGTHS
@@ -31,15 +30,18 @@ from envgym.errors import CheckpointDamaged, ConfigError, EnvgymError, RunError,
 from envgym.evaluation.generate import Selection, collect
 from envgym.evaluation.held_out import has_held_out
 from envgym.evaluation.rescore import rescore
+from envgym.launch.components import StageContext, prepared
+from envgym.launch.memory import check_episodes
+from envgym.launch.models import fetch_model, with_results
 from envgym.monitoring.report import PICTURE, plot
 from envgym.monitoring.trackers import RunInfo, Trackers, check_installed, run_id
 from envgym.processes import event_loop
+from envgym.run_folder import STOP, RunFolder, stage_folders
+from envgym.yaml_files import read_yaml
 
 from .checkpoints import Progress, set_aside
-from .find_model import fetch_model, with_results
-from .launch import Components, StageContext, prepared, start_components
-from .memory import check_episodes
-from .run_folder import STOP, RunFolder, stage_folders
+from .components import Components, start_components
+from .new_model import make_model
 from .stop import Interrupts, Stopped
 from .trainer import Trainer
 from .update import steps_of
@@ -113,7 +115,7 @@ def _run_to_file(config: RunConfig, stage: StageConfig, folder: RunFolder, displ
     alone = config.model_copy(update={"stages": [stage]})
     if stage.do == "rollout":
         selection = Selection("train", 0, stage.rollout.tasks, stage.rollout.group_size)
-        result = collect(alone, selection, folder.episodes, display, overwrite=True)
+        result = collect(alone, selection, folder.episodes, display, overwrite=True, make_model=make_model)
     else:
         source = Path(str(stage.data.get("path")))
         if holds_episodes(source):  # they bring their tasks
@@ -269,10 +271,10 @@ async def _run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, d
                 check_recordings(stage, context.spec)
                 steps_of(stage, context.spec.tasks("train").size)  # `epochs` of what has no end are refused now
                 check_episodes(stage, context.spec)
-                model = await fetch_model(stage.model, config, display)
+                model = await fetch_model(stage.model, config, display, make_model)
                 for own in stage.roles.values():
                     if own.model and own.base_url is None:
-                        own.model = await fetch_model(own.model, config, display)
+                        own.model = await fetch_model(own.model, config, display, make_model)
                 components = await start_components(config, stage, context, model, display)
                 folder.keep_tokenizer(components.runner.agent.renderer.tokenizer)
                 starting = Trainer(config, stage, components, folder, display)

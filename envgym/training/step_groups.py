@@ -13,13 +13,13 @@ from envgym.monitoring.metrics import check_failures, rollout_metrics
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
 from envgym.rollout.runner import SamplingPlan
 from envgym.rollout.supply import Supply, version_of
+from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Group, Task
 
 from .checkpoints import Progress
-from .launch import Components
-from .run_folder import RunFolder
+from .components import Components
 from .stop import Stop
 from .unfinished_step import UnfinishedStep, purpose
 from .update import Update

@@ -19,10 +19,10 @@ from envgym.evaluation.held_out import HeldOut
 from envgym.learner import trajectories
 from envgym.monitoring.metrics import held_out_metrics, speed_metrics
 from envgym.monitoring.recorder import Recorder
+from envgym.run_folder import RunFolder
 
 from .checkpoints import Checkpoints, Progress
-from .launch import Components
-from .run_folder import RunFolder
+from .components import Components
 from .step_groups import StepGroups
 from .stop import Stop, Stopped
 from .update import Update, steps_of

@@ -13,7 +13,7 @@ from envgym.learner import LearnerConfig, TrainSample, Trajectory
 from envgym.monitoring.metrics import computing_metrics, token_counts
 
 from .checkpoints import Progress
-from .launch import Components
+from .components import Components
 from .pretraining import spread
 
 if TYPE_CHECKING:

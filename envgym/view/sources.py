@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envgym.config.recipes import read_yaml
 from envgym.disk import holder
 from envgym.errors import ConfigError, DataError
 from envgym.monitoring.alarms import sentence
-from envgym.training.run_folder import files_by_step
+from envgym.run_folder import files_by_step
+from envgym.yaml_files import read_yaml
 
 from . import reading
 from .reading import json_object, leads_out, regular, whole_lines, within

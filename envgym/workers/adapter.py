@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from envgym.errors import ConfigError, missing_package
-from envgym.models.lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 from envgym.models.weights_file import write_weights
 
+from .lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
 from .parameters import whole
 
 NAME = "default"

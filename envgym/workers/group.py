@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import TrainSample
-from envgym.models.lora import LoraConfig
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .config import WorkersConfig
 from .layout import micro_batches
+from .lora import LoraConfig
 from .metrics import merge
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ import transformers.modeling_utils  # noqa: F401  # here, not when a model is lo
 
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
-from envgym.models.lora import LoraConfig
 
 from . import checkpoint, reshard, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
 from .export import WeightExport
 from .layout import cost, is_silent, micro_batches, network_inputs, pad
+from .lora import LoraConfig
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .network import TokenScorer, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer

@@ -6,7 +6,7 @@ import pytest
 
 import envgym
 from envgym.agents.chat import Chat, ChatConfig
-from envgym.engines.base import ChatEngine, ChatReply, SamplingParams
+from envgym.engine import ChatEngine, ChatReply, SamplingParams
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import InvalidOutcome, PromptTooLong

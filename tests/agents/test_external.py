@@ -14,7 +14,7 @@ from envgym import Env, EnvSpec
 from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
 from envgym.agents.external.endpoint import TICKET, Endpoint
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from envgym import Action, Env, EnvSpec, spec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig, ToolCalling
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
+from envgym.launch.memory import EPISODE_BYTES
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.training.memory import EPISODE_BYTES
 from envgym.types import Message, Observation, Status, StopReason, Task, TextPart, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})

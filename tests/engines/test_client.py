@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from envgym.engine import Request, SamplingParams
 from envgym.engines import client
-from envgym.engines.base import Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.errors import WorkerDied, WorkerError
 

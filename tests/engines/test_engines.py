@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
-from envgym.engines.base import Generation, Request, SamplingParams
 from envgym.errors import ConfigError, MissingDependency, PromptTooLong, WorkerError
 from envgym.models.weights_file import cut, read_weights, write_bucket, write_weights
 from envgym.processes.local import LocalRuntime

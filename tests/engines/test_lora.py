@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from envgym.engine import Request, SamplingParams
 from envgym.engines import TARGETS
-from envgym.engines.base import Request, SamplingParams
 from envgym.errors import WorkerError
 from envgym.models.weights_file import write_weights
 from envgym.processes.local import LocalRuntime

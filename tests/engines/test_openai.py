@@ -20,15 +20,15 @@ from aiohttp import web
 import envgym
 from envgym.cli import main
 from envgym.config.resolve import resolve
-from envgym.engines.base import ChatRequest, SamplingParams
+from envgym.engine import ChatRequest, SamplingParams
 from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.launch.components import make_agent, make_runner, running, set_up, start_sampling
 from envgym.rollout.runner import SamplingPlan
+from envgym.run_folder import RunFolder
 from envgym.services import Chat, http
-from envgym.training.launch import make_agent, make_runner, running, set_up, start_sampling
-from envgym.training.run_folder import RunFolder
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
 
 ENVGYM = Path(sys.executable).with_name("envgym")

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import client
-from envgym.engines.base import Generation, Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import MOST_DEATHS, MOST_FAILURES, EnginePool
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.engines.transformers import TransformersEngine, sample_token, spans
 from envgym.types import VersionSpan
 

@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from envgym.engine import Request, SamplingParams
 from envgym.engines import TARGETS
-from envgym.engines.base import Request, SamplingParams
 from envgym.engines.vllm import VLLMEngine
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
 from envgym.processes.local import LocalRuntime
@@ -173,7 +173,7 @@ def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
 
 CONTROLLER = """
 import asyncio, sys
-from envgym.engines.base import Request, SamplingParams
+from envgym.engine import Request, SamplingParams
 from envgym.processes.local import LocalRuntime
 
 async def main():

@@ -15,7 +15,7 @@ import pytest
 import envgym
 from envgym import registry
 from envgym.agents.multi_turn import MultiTurn
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, DataError, InvalidStep, NameNotFound
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

@@ -12,7 +12,7 @@ import envgym
 from envgym.agent import Agent, AgentConfig
 from envgym.config.resolve import resolve
 from envgym.config.words import parse_words
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import EnvConfig, EnvSpec, ListTasks
 from envgym.errors import ConfigError, DataError, EnvgymError, NameNotFound, ResetNeeded
 from envgym.evaluation.held_out import result_of

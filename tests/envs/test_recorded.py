@@ -10,7 +10,7 @@ import pytest
 import envgym
 from envgym.agents.replay import Replay, ReplayConfig
 from envgym.cli import main
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.errors import ConfigError, DataError
 from envgym.learner import trajectories
 from envgym.render import load_tokenizer, make_renderer

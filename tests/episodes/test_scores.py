@@ -7,7 +7,7 @@ import pytest
 
 from envgym.agent import Agent, AgentConfig
 from envgym.config.schema import CheckpointConfig
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.episodes.scores import is_flat, reward_as_score
 from envgym.errors import RunError
@@ -21,9 +21,9 @@ from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.transcript import Transcript
+from envgym.run_folder import RunFolder
 from envgym.training.checkpoints import Checkpoints, Progress
-from envgym.training.launch import Components
-from envgym.training.run_folder import RunFolder
+from envgym.training.components import Components
 from envgym.types import Action, Outcome, Row, Segment, StopReason, Task, Turn
 
 PLAN = SamplingPlan("p", SamplingParams(max_tokens=1), 1)

@@ -316,7 +316,7 @@ def test_math_verify_judges_what_another_system_wrote(folder):
 def test_demonstrations_with_real_tools_earn_what_they_show(folder, tiny_model):
     """Turns with tool calls, recorded by a replay and heard again by the tools."""
     from envgym.agents.replay import Replay, ReplayConfig
-    from envgym.engines.base import SamplingParams
+    from envgym.engine import SamplingParams
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
 

@@ -196,7 +196,7 @@ def test_an_adapter_is_no_model(tmp_path, capsys, monkeypatch):
 def test_a_missing_package_is_told_before_anything_is_loaded(tmp_path, tiny_model, monkeypatch):
     import envgym
 
-    monkeypatch.setattr("envgym.models.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("envgym.workers.lora.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"lora.rank needs the package 'peft', .*: .* -m pip install 'peft"):
         envgym.train(
             {"env": "math_verify", "model": str(tiny_model), "runs_dir": str(tmp_path), "lora.rank": 4}, quiet=True

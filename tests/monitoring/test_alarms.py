@@ -8,7 +8,7 @@ import pytest
 
 from envgym.monitoring.alarms import ALARMS, Alarms
 from envgym.monitoring.recorder import Recorder
-from envgym.training.run_folder import RunFolder
+from envgym.run_folder import RunFolder
 
 RNG = random.Random(0)
 

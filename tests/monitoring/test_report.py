@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from envgym.monitoring.report import aligned, centred_mean, duration, plot, score, summary_lines
-from envgym.training.run_folder import RunFolder
+from envgym.run_folder import RunFolder
 
 BEFORE = {"score": 0.412, "ci95": [0.37, 0.455], "n_tasks": 512}
 AFTER = {"score": 0.951, "ci95": [0.93, 0.97], "n_tasks": 512}

@@ -20,7 +20,7 @@ from aiohttp import web
 import envgym
 import envgym.registry as registry
 from envgym.agent import Agent, AgentConfig
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import EnvSpec
 from envgym.remote.transport import RemoteError
 from envgym.rollout.config import RolloutConfig

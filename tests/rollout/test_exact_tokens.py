@@ -11,8 +11,8 @@ import torch
 
 from envgym import Env, EnvSpec
 from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
+from envgym.engine import SamplingParams
 from envgym.engines import TARGETS
-from envgym.engines.base import SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.processes.local import LocalRuntime
 from envgym.render import load_tokenizer, make_renderer

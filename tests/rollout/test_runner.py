@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from envgym.agent import Agent, AgentConfig
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.env import Env, EnvSpec
 from envgym.errors import InvalidOutcome, PromptTooLong, WorkerDied, WorkerError
 from envgym.monitoring.display import Display

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envgym.engines.base import Generation, Request, SamplingParams
+from envgym.engine import Generation, Request, SamplingParams
 from envgym.errors import ConfigError, PromptTooLong, WorkerDied
 from envgym.hashing import derived_seed
 from envgym.rollout.sampler import EpisodeSampler, Waves

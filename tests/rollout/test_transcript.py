@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.rollout.transcript import OutOfBudget, Transcript
 from envgym.types import Outcome, StopReason, Task
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import envgym
-from envgym.engines.base import Request, SamplingParams
+from envgym.engine import Request, SamplingParams
 from envgym.engines.client import EngineClient
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime

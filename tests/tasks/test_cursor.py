@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envgym.config.resolve import resolve
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import ListTasks, SeedTasks, TaskSet
 from envgym.errors import ConfigError, RunError
+from envgym.run_folder import RunFolder
 from envgym.tasks import Interleaved
 from envgym.tasks.curriculum import Curriculum, CurriculumConfig
 from envgym.tasks.cursor import TaskCursor
-from envgym.training.launch import Components
-from envgym.training.run_folder import RunFolder
+from envgym.training.components import Components
 from envgym.training.trainer import Trainer
 from envgym.types import Episode, Group, Outcome, Task
 

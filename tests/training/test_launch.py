@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from envgym.config.resolve import resolve
-from envgym.engines.base import EngineInfo
+from envgym.engine import EngineInfo
 from envgym.errors import ConfigError
-from envgym.training.launch import episodes_at_once, start_components
+from envgym.launch.components import episodes_at_once
+from envgym.training.components import start_components
 
 
 class Handle:

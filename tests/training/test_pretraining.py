@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from envgym.config.resolve import resolve
 from envgym.config.schema import PretrainConfig
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import ListTasks
 from envgym.errors import ConfigError, DataError
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.render import load_tokenizer, make_renderer
-from envgym.training.launch import Components
+from envgym.run_folder import RunFolder
+from envgym.training.components import Components
 from envgym.training.pretraining import Pretraining, spread
-from envgym.training.run_folder import RunFolder
 from envgym.training.trainer import Trainer
 from envgym.types import Objective, Task
 from envgym.workers.config import WorkersConfig

@@ -13,14 +13,14 @@ import pytest
 
 import envgym.learner
 from envgym.config.resolve import resolve
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.env import ListTasks
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.monitoring.display import Display
+from envgym.run_folder import RunFolder
 from envgym.training import step_groups
-from envgym.training.launch import Components
-from envgym.training.run_folder import RunFolder
+from envgym.training.components import Components
 from envgym.training.stop import Stopped
 from envgym.training.trainer import Trainer
 from envgym.training.turns import Turns

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from envgym.config.schema import StageConfig
-from envgym.engines.base import SamplingParams
+from envgym.engine import SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.training.checkpoints import Progress
-from envgym.training.launch import Components
+from envgym.training.components import Components
 from envgym.training.transfer import FileTransfer, Receipt
 from envgym.training.turns import Turns
 from envgym.training.update import Update

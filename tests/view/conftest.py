@@ -15,7 +15,7 @@ import pytest
 from envgym.episodes.files import write_episodes
 from envgym.episodes.parquet import write_learned, write_rollouts
 from envgym.learner import trajectories
-from envgym.training.run_folder import RunFolder
+from envgym.run_folder import RunFolder
 from envgym.types import Episode, Group, Message, Outcome, Row, Segment, StopReason, Task, Turn, VersionSpan
 
 ENVGYM = Path(sys.executable).with_name("envgym")

@@ -136,7 +136,7 @@ def test_two_evaluations_are_compared_task_by_task(tree, page):
 
 
 def test_a_live_run_is_followed(tree, page):
-    from envgym.training.run_folder import RunFolder
+    from envgym.run_folder import RunFolder
 
     folder = RunFolder(tree / "runs" / "first")
     from envgym.disk import locked

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from envgym.cli import main
-from envgym.config.recipes import MOST_NODES, read_yaml
 from envgym.episodes.files import write_episodes
 from envgym.errors import ConfigError, DataError
 from envgym.monitoring.alarms import Alarms
 from envgym.view import reading, sources
 from envgym.view.server import Answers, dumped
+from envgym.yaml_files import MOST_NODES, read_yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from envgym.errors import ConfigError, MissingDependency
-from envgym.models.lora import LoraConfig
 from envgym.processes.local import LocalRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 
@@ -280,7 +280,7 @@ def test_dropout_is_for_recorded_data():
     ("package", "settings"), [("peft", {"rank": 4}), ("bitsandbytes", {"rank": 4, "quantize": "4bit"})]
 )
 def test_a_missing_package_is_said_with_the_command_that_installs_it(monkeypatch, package, settings):
-    monkeypatch.setattr("envgym.models.lora.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("envgym.workers.lora.find_spec", lambda name: None if name == package else object())
     LoraConfig().check_installed()
     with pytest.raises(MissingDependency, match=rf"'{package}', which is not installed: .* -m pip install '{package}"):
         LoraConfig(**settings).check_installed()

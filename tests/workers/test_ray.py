@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
+from envgym.launch.placement import Node, Part, PlacedRuntime, place, placed
 from envgym.processes.runtime import InlineRuntime
-from envgym.training.placement import Node, Part, PlacedRuntime, place, placed
 from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup

@@ -33,14 +33,15 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
 
     Raises `ConfigError` where none of a recording is taught, or all of it though something was asked.
     """
+    from envgym.launch.components import make_agent
+    from envgym.launch.models import fetch_model
     from envgym.monitoring.terminal import open_display
-    from envgym.training.find_model import fetch_model
-    from envgym.training.launch import make_agent
+    from envgym.training.new_model import make_model
 
     config = resolve({"do": "rollout", **parse_words(words), "env": {"name": env, **_own(words)}})
     stage = config.stages[-1]
     with open_display() as display:
-        model = await fetch_model(stage.model, config, display)
+        model = await fetch_model(stage.model, config, display, make_model)
     agent = make_agent(stage, model)
     async with stage.make_spec() as spec:
         split, number = task or ("train", random.Random(seed).randrange(spec.tasks("train").reach))

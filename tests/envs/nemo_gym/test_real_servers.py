@@ -18,7 +18,7 @@ import yaml
 
 import envgym
 from envgym.agents.multi_turn import ToolCalling
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

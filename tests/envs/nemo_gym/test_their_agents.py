@@ -13,7 +13,7 @@ import yaml
 from aiohttp import web
 
 from envgym import Env, EnvSpec
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.envs.nemo_gym.agent import NeMoGym, NeMoGymConfig
 from envgym.envs.nemo_gym.protocol import url_of
 from envgym.errors import InvalidOutcome, WorkerError

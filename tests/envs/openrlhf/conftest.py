@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from envgym import registry
-from envgym.engines.base import Generation, SamplingParams
+from envgym.engine import Generation, SamplingParams
 from envgym.registry import load_component
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig

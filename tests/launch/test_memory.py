@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from envgym.training.memory import ModelSizes
+from envgym.launch.memory import ModelSizes
 
 PUBLISHED = {
     "Qwen2.5-0.5B": (494_032_768, {

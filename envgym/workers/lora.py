@@ -13,7 +13,8 @@ from pydantic import Field
 
 from envgym.errors import ConfigError, missing_package
 from envgym.settings import Settings
-from envgym.workers.config import WorkersConfig
+
+from .config import WorkersConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of a folder in peft's form."""

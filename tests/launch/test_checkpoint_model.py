@@ -16,8 +16,8 @@ import pytest
 
 from envgym.config.resolve import resolve, settings_of_model
 from envgym.errors import ConfigError
+from envgym.launch.models import fetch_model
 from envgym.monitoring.display import Display
-from envgym.training.find_model import fetch_model
 
 ENVGYM = Path(sys.executable).with_name("envgym")
 TAUGHT = (

@@ -12,8 +12,8 @@ from typing import Any
 from envgym import hub
 from envgym.disk import unfinished
 from envgym.errors import ConfigError, missing_package
+from envgym.models import check_no_file, is_path
 
-from . import check_no_file, is_path
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
 
 CLASSES = {
@@ -90,7 +90,7 @@ def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise missing_package(error.name or "torch", "train", "merging an adapter") from None
-    from envgym.workers.adapter import library
+    from .adapter import library
 
     peft = library()
     transformers.logging.set_verbosity_error()
@@ -154,8 +154,8 @@ def _through_4_bits(model: Any, base: str, origin: Mapping[str, str]) -> Any:
     """The model with the numbers that its weights are computed with when they are kept in 4 bits."""
     import torch
 
-    from envgym.workers.adapter import quantization
-    from envgym.workers.parameters import whole
+    from .adapter import quantization
+    from .parameters import whole
 
     dtype = getattr(torch, origin["dtype"])
     kept = type(model).from_pretrained(base, config=model.config, dtype=dtype, quantization_config=quantization(dtype))

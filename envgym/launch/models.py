@@ -1,48 +1,46 @@
 """The model that a name stands for: a Hugging Face folder or hub id, a run, one of its checkpoints, or a recipe that
-makes a model from nothing; and the one that a stage starts from."""
+makes a model from nothing; and what earlier stages left for a later one."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from envgym import hub
-from envgym.config.recipes import load_recipe, makes_model, read_yaml
-from envgym.config.resolve import resolve
+from envgym.config.recipes import made_model, makes_model
 from envgym.config.schema import STAGE, RunConfig, StageConfig
-from envgym.disk import cache_folder, publish, unfinished
+from envgym.disk import publish, unfinished
 from envgym.errors import ConfigError, EnvgymError
 from envgym.models import check_no_file, is_path
-from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
-from envgym.models.lora import ADAPTER_CONFIG
 from envgym.render import load_tokenizer
-from envgym.settings import Settings, validated
+from envgym.run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
+from envgym.settings import validated
+from envgym.workers.lora import ADAPTER_CONFIG
+from envgym.yaml_files import read_yaml
 
-from .launch import make_runtime, prepared, start_components, start_role
-from .run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
-from .trainer import Trainer
+from .components import make_runtime, start_role
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
-CORPUS_TASKS = 2000
-"""Training tasks whose text a new tokenizer learns its merges from."""
+MakeModel = Callable[..., Awaitable[Path]]
+"""`make_model(name, display, runtime=…)`: the folder of the model that a recipe makes. Training passes its own, since
+only the loop can make one."""
 
 
-class _NewModel(Settings):
-    """The key of a recipe that makes a model."""
+async def made_before(name: str, display: Display, *, runtime: str) -> Path:
+    """The model of a recipe, where it was made before. Raises `ConfigError` with the command that makes it."""
+    final = made_model(name)
+    if not (final / "config.json").exists():
+        raise ConfigError(f"model {name} has not been made on this machine yet: envgym model {name}")
+    return final
 
-    new_model: FreshModelConfig
 
-
-async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
-    """The folder or hub id that `name` stands for; the model of a recipe or checkpoint is made now if it never was."""
+async def fetch_model(name: str, config: RunConfig, display: Display, make_model: MakeModel = made_before) -> str:
+    """The folder or hub id that `name` stands for. A checkpoint's policy is written now if it never was, and
+    `make_model` makes the model of a recipe."""
     if config.stages[-1].engine.kind == "openai":
         return name  # as the API knows it
     if makes_model(name):
@@ -54,7 +52,7 @@ async def fetch_model(name: str, config: RunConfig, display: Display) -> str:
         if (path / "config.json").exists():
             return str(path)
         if _is_checkpoint(path):
-            return str(await _model_of_checkpoint(path, config.runtime, display))
+            return str(await _model_of_checkpoint(path, config.runtime, display, make_model))
         if not (path / "config.yaml").exists():
             raise ConfigError(f"{name} holds no model: there is no config.json in it, and it is no run's folder")
         return str(policy_of_run(path))
@@ -88,47 +86,6 @@ def with_results(stage: StageConfig, config: RunConfig, run: Path) -> StageConfi
     return validated(StageConfig, result(settings), "")
 
 
-def made_model(name: str) -> Path:
-    """The folder of the model that a recipe makes, which may be yet to come. Only what stands in the recipe counts: new
-    contents of a data file that it names make no new model."""
-    makes_it = {key: value for key, value in load_recipe(name).items() if key != "model_settings"}
-    key = hashlib.sha256(yaml.safe_dump(makes_it).encode()).hexdigest()[:12]
-    return cache_folder("models") / f"{Path(name).stem}-{key}"
-
-
-async def make_model(name: str, display: Display, *, runtime: str = "local") -> Path:
-    """The model a recipe makes, from the cache or made now: a new tokenizer and random weights, then the recipe's
-    stage. What makes it is the cache's key, so a changed recipe makes a new model, but not where only the settings of
-    runs on it changed."""
-    recipe, final = load_recipe(name), made_model(name)
-    if (final / "config.json").exists():
-        return final
-    with unfinished(final) as work:
-        fresh = work / "fresh"
-        run = {"model": str(fresh), "runtime": runtime, "name": "warm_up", "runs_dir": str(work)}
-        try:
-            size = validated(_NewModel, {"new_model": recipe["new_model"]}).new_model
-            config = resolve(run, recipe=name)
-        except EnvgymError as error:
-            raise ConfigError(f"recipe {name}: {error}") from None
-        if len(config.stages) > 1:
-            raise ConfigError(f"recipe {name}: a model is warmed up in one stage, not in {len(config.stages)}")
-        stage = config.stages[0]
-        display.phase(f"making {name}: a tokenizer and random weights")
-        folder = RunFolder(work / "warm_up")
-        folder.create()
-        async with prepared(config, stage, folder) as context:
-            make_fresh_model(fresh, size, await text_of(context.spec, CORPUS_TASKS), config.seed)
-            components = await start_components(config, stage, context, str(fresh), display)
-            display.phase(f"making {name}: warming it up, once (kept in {final.parent})")
-            await Trainer(config, stage, components, folder, display).run()
-            await components.workers["actor"].save(str(folder.model))
-            components.runner.agent.renderer.tokenizer.save_pretrained(folder.model)
-        shutil.copy(folder.metrics_file, folder.model / "warm_up_metrics.jsonl")
-        publish(folder.model, final)
-    return final
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The policy of a run's checkpoint, as a Hugging Face folder
 
@@ -146,7 +103,7 @@ def _other_checkpoints(missing: Path) -> str:
     return f" There is {', '.join(names)}" if names else " The run has no checkpoint yet"
 
 
-async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display) -> Path:
+async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display, make_model: MakeModel) -> Path:
     """The folder of a checkpoint's policy, made now if it never was and kept inside it. `runtime`: where the ranks run
     that read it.
 
@@ -166,9 +123,9 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display)
     _check_ranks(checkpoint, stage)
     try:
         if own := stage.roles.get("actor"):
-            own.model = own.model and await fetch_model(own.model, config, display)
+            own.model = own.model and await fetch_model(own.model, config, display, make_model)
         stage = with_results(stage, config, run)
-        base = await fetch_model(stage.model, config, display)
+        base = await fetch_model(stage.model, config, display, make_model)
     except EnvgymError as error:
         raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
     try:

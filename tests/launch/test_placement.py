@@ -8,12 +8,12 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.config.words import nested
 from envgym.errors import ConfigError
+from envgym.launch.components import start_engine
+from envgym.launch.memory import ModelSizes, of_engine
+from envgym.launch.placement import Node, Part, PlacedRuntime, Plan, nodes_of, place, plan_of, this_machine
 from envgym.monitoring.display import Display
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime, Slot
-from envgym.training.launch import start_engine
-from envgym.training.memory import ModelSizes, of_engine
-from envgym.training.placement import Node, Part, PlacedRuntime, Plan, nodes_of, place, plan_of, this_machine
 
 
 def stage(**settings):

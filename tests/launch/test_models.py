@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from envgym.config.recipes import made_model
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, EnvgymError, RunError
+from envgym.launch.models import fetch_model
 from envgym.monitoring.display import Display
-from envgym.training.find_model import fetch_model, made_model, make_model
-from envgym.training.run_folder import policy_of_run
+from envgym.run_folder import policy_of_run
+from envgym.training.new_model import make_model
 
 
 def a_run(folder, **settings):
@@ -98,7 +100,7 @@ def test_the_file_of_a_recipe_is_the_model_that_it_makes(recipe):
     (made / "config.json").write_text("{}")
     for config in (resolve({"env": "math_verify", "model": file}), resolve(recipe=file)):
         assert (config.stages[0].model, config.stages[0].steps) == (file, 7)
-        assert asyncio.run(fetch_model(file, config, Display())) == str(made)
+        assert asyncio.run(fetch_model(file, config, Display(), make_model)) == str(made)
     assert made_model(recipe(model_settings={"steps": 8})) == made
     assert made_model(recipe(new_model={"layers": 2})) != made
 
@@ -116,7 +118,7 @@ def test_the_file_of_a_recipe_is_the_model_that_it_makes(recipe):
 def test_a_recipe_that_can_make_no_model_is_refused(recipe, keys, says):
     file = recipe(**keys)
     with pytest.raises(EnvgymError, match=says):
-        asyncio.run(fetch_model(file, resolve({"env": "math_verify"}), Display()))
+        asyncio.run(fetch_model(file, resolve({"env": "math_verify"}), Display(), make_model))
 
 
 def test_the_size_of_a_new_model_is_no_setting_of_a_run(recipe, tmp_path):

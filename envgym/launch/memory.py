@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from envgym.config.recipes import makes_model
+from envgym.config.recipes import made_model, makes_model
 from envgym.config.schema import STAGE, RoleConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.learner import LearnerConfig
 from envgym.models import is_path
 from envgym.processes.runtime import Slot
+from envgym.run_folder import policy_of_run
 from envgym.workers.config import WorkersConfig
 
-from .find_model import made_model
 from .placement import ENGINE, Plan, name_of_service
-from .run_folder import policy_of_run
 
 GIB = 2**30
 BUFFER_NUMBERS = 5e8

@@ -9,9 +9,9 @@ from envgym.errors import ConfigError
 from envgym.evaluation.generate import Selection
 from envgym.evaluation.plan import parts_of_env
 from envgym.evaluation.policy import tasks_of
+from envgym.launch import memory
+from envgym.launch.memory import EPISODE_BYTES, GIB, check_episodes
 from envgym.monitoring.display import Display
-from envgym.training import memory
-from envgym.training.memory import EPISODE_BYTES, GIB, check_episodes
 
 
 @pytest.fixture

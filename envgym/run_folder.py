@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.config.recipes import read_yaml
-from envgym.config.schema import stage_name
 from envgym.disk import flush_to_disk, replacing, write_atomically
 from envgym.episodes.record import decode, encode, from_record, to_record
 from envgym.errors import CheckpointDamaged, ConfigError, RunError
 from envgym.types import Group
+from envgym.yaml_files import read_yaml
 
 CONTROLLER = "controller.json"
 """The controller's share of a checkpoint, written last."""
@@ -226,6 +225,11 @@ def files_by_step(folder: Path, suffix: str) -> dict[int, Path]:
     """The files of a folder that are called `step_N` and end with `suffix`, by N. Others are no step's."""
     found = ((re.fullmatch(r"step_([0-9]{1,12})", path.stem), path) for path in folder.glob(f"step_*{suffix}"))
     return {int(name[1]): path for name, path in found if name}
+
+
+def stage_name(name: str | None, learner: str) -> str:
+    """The name of a stage: its own, or that of its learner, which may be in a file."""
+    return name or Path(learner.partition(":")[0]).stem
 
 
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
