@@ -8,7 +8,6 @@ the socket closes, and, by the kernel, when its parent dies.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import inspect
@@ -22,21 +21,12 @@ import traceback
 from typing import Any
 
 from .cancellation import is_shutdown
+from .family import die_with
 from .runtime import close_object, describe_error, load_target
 from .watchdog import CallWatch, watched_thread
 
-_PR_SET_PDEATHSIG = 1
-
 START = 0
 """Id of the answer to the first message: the constructor has returned."""
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux; elsewhere the socket tells)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
 
 
 # ---------------------------------------------------------------------------------------------------------

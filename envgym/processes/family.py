@@ -1,12 +1,19 @@
-"""Ends processes whose owner was killed: `python guard.py PID …` waits for its input to end, then kills them.
+"""Processes that end together: children that die with their parent, programs that do, and whole families that a guard
+ends once their owner is gone.
 
-Ray's servers notice by themselves that the program that started them is gone, but its agents take a minute over it.
-The owner holds the other end of the input, and nothing else does, so that it ends with the owner however that dies.
+Also a program, which imports nothing of ours:
+
+    family.py run PARENT PROGRAM [ARGUMENT …]    becomes PROGRAM, which then dies with PARENT
+    family.py guard PID …                        kills the families of PIDs once its input has ended
+
+A server that waits for something else than its input would outlive a parent that was killed. Ray's servers notice by
+themselves that the program that started them is gone, but its agents take a minute over it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -14,13 +21,51 @@ import subprocess
 import sys
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LOOK_SECONDS = 1.0
 """Time between two looks at who has joined the family."""
 
 
-def start(pids: set[int]) -> subprocess.Popen[bytes]:
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies, however it dies (Linux; elsewhere nothing is asked)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+# -- a program that dies with this process -----------------------------------------------------------------
+
+
+def guarded(command: list[str]) -> list[str]:
+    """The command that runs `command` so that it dies with this process. The first line on its stderr is its process
+    id."""
+    if sys.platform != "linux":
+        return command
+    return [sys.executable, "-I", "-S", __file__, "run", str(os.getpid()), *command]
+
+
+def pid_in(log: int) -> int | None:
+    """The process id at the beginning of a guarded program's stderr; the process leads a group of its own."""
+    first, newline, _ = os.pread(log, 100, 0).partition(b"\n")
+    return int(first) if sys.platform == "linux" and newline and first.isdigit() else None
+
+
+def last_line(log: int) -> str:
+    """The last line that a program wrote to its stderr."""
+    # Not by seeking: the place in the file is the program's too.
+    lines = os.pread(log, 4000, max(0, os.fstat(log).st_size - 4000)).decode("utf-8", "replace").splitlines()
+    if pid_in(log) is not None and lines and lines[0].isdigit():
+        lines = lines[1:]
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+# -- a family that is killed once its owner is gone ---------------------------------------------------------
+
+
+def start_guard(pids: set[int]) -> subprocess.Popen[bytes]:
     """Have `pids` and all their descendants killed when this process is gone; kill the guard to call it off."""
-    command = [sys.executable, "-P", __file__, *map(str, sorted(pids))]
+    command = [sys.executable, "-P", __file__, "guard", *map(str, sorted(pids))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, close_fds=True)
 
 
@@ -51,7 +96,7 @@ def descendants(pids: set[int]) -> set[int]:
     return family
 
 
-def watch(pids: set[int]) -> None:
+def guard(pids: set[int]) -> None:
     """Wait until the input ends, then kill the family. It is written down as it grows: when the owner dies some of
     it die at once, and whose children the others were can then no longer be seen."""
     family: dict[int, str] = {}
@@ -69,4 +114,8 @@ def watch(pids: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    watch({int(word) for word in sys.argv[1:]})
+    if sys.argv[1] == "run":
+        die_with(int(sys.argv[2]))
+        os.write(2, f"{os.getpid()}\n".encode())
+        os.execvp(sys.argv[3], sys.argv[3:])
+    guard({int(word) for word in sys.argv[2:]})

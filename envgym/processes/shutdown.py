@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from .family import descendants, stat
+
 PATIENCE_SECONDS = 10.0
 """Seconds for which threads of users' code may hold the end of the program up."""
 TERM_SECONDS = 2.0
@@ -82,8 +84,6 @@ class Shutdown:
     def _family(self) -> set[int]:
         """The processes that this one has started, but for Python's own that frees shared memory: it ends by itself,
         and has work to do then."""
-        from .family import descendants
-
         family = descendants({self._pid})
         mark = f"{MARK}={self._value}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -94,8 +94,6 @@ class Shutdown:
 
 
 def _runs(pid: int) -> bool:
-    from .family import stat
-
     fields = stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
 

@@ -22,10 +22,10 @@ from weakref import WeakKeyDictionary
 from pydantic import Field, model_validator
 
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, missing_package
+from envgym.processes import family
 from envgym.settings import Settings
 from envgym.types import ToolSpec
 
-from . import guard
 from .schema import WrongArguments, argument_check, one_line, without_titles
 from .tool import Tool, ToolFailure
 
@@ -187,12 +187,12 @@ class McpSession:
                     finally:
                         self._client = None
                         self._kill()
-                        self._last_words = one_line(guard.last_line(self._log))
+                        self._last_words = one_line(family.last_line(self._log))
                         self._log = None
 
     def _kill(self) -> None:
         """Kill what is left of the server's process group."""
-        group = None if self._log is None else guard.pid_in(self._log)
+        group = None if self._log is None else family.pid_in(self._log)
         if group is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
@@ -205,7 +205,7 @@ class McpSession:
 
         server = self._server
         if server.command is not None:
-            command = guard.guarded(server.command)
+            command = family.guarded(server.command)
             variables = _filled_in(server.env, server.label)
             parameters = StdioServerParameters(command=command[0], args=command[1:], env=variables)
             async with stdio_client(parameters, errlog=log) as streams:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
-from envgym.processes import family as guard
+from envgym.processes import family
 from envgym.processes.runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
 
@@ -328,12 +328,12 @@ class RayRuntime:
             local = {"address": "local", "num_cpus": os.cpu_count(), "include_dashboard": False}
             if "RAY_ADDRESS" in os.environ:
                 local = {}
-            before = guard.children().get(os.getpid(), set())
+            before = family.children().get(os.getpid(), set())
             os.environ.update(UTF8)  # which a cluster of our own inherits
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **local)
             self._ours = True
             if local:
-                self._guard = guard.start(guard.children().get(os.getpid(), set()) - before)
+                self._guard = family.start_guard(family.children().get(os.getpid(), set()) - before)
         return ray
 
 

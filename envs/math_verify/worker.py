@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
 import resource
 import signal
-import sys
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
 from envgym.errors import CallTimeout, InvalidOutcome, WorkerError
+from envgym.processes.family import die_with
 
 from .forms import expressions
 
 MEMORY_BYTES = 2 * 2**30
 WARM_UP = ((r"\frac{1}{2}", "0.5"), ("(x+1)^2", "x^2+2x+1"), (r"\{1, 2\}", r"\{2, 1\}"), ("[1, 2)", "[2, 3)"))
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Worker:
@@ -103,10 +101,7 @@ class Child:
 
 def _serve(connection: Connection, of_host: Connection, parent: int) -> None:
     of_host.close()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    die_with(parent)
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     while True:

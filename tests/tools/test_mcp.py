@@ -15,13 +15,12 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-import envgym.tools
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency
+from envgym.processes.family import guarded
 from envgym.tools import McpServer, ToolBox
 from envgym.types import ToolCall
 
 PROGRAM = str(Path(__file__).with_name("mcp_program.py"))
-GUARD = str(Path(envgym.tools.__file__).with_name("guard.py"))
 
 
 def stdio(*flags, **settings):
@@ -40,7 +39,7 @@ class HttpServer:
 
     def start(self):
         # Under the guard, so that it ends even where the tests are killed.
-        command = [sys.executable, GUARD, str(os.getpid()), sys.executable, PROGRAM, "--port", str(self.port)]
+        command = guarded([sys.executable, PROGRAM, "--port", str(self.port)])
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
