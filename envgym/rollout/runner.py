@@ -19,6 +19,7 @@ from typing import Any
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
+from envgym.env.boundary import UsersCode
 from envgym.episodes.scores import reward_as_score, withdraw
 from envgym.errors import (
     CallTimeout,
@@ -32,7 +33,7 @@ from envgym.errors import (
 from envgym.hashing import derived_seed, task_hash
 from envgym.loading import users_line
 from envgym.processes import cancellation
-from envgym.processes.cancellation import StillRunning, is_shutdown, run_to_end
+from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
 from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
@@ -229,25 +230,25 @@ class Runner:
         start = time.monotonic()
         env: CheckedEnv | None = None
         is_left = False
+        episode: Episode | None = None
         try:
-            env = spec.make()
-            with timed(waiting, "waiting"):
-                await env.acquire()  # waiting for a place is not the episode's own time
-            start = time.monotonic()
-            # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
-            seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
-            if self.agent.uses_policy:
-                playing = self.agent.run(env, task, sampler, seed=seed)
-            else:
-                playing = self.agent.replay(env, task, seed=seed, member=member)
-            episode = await run_to_end(self._limited(playing, task))
+            with UsersCode(WorkerDied, StillRunning) as call:  # the engine is gone: no episode can go on
+                env = spec.make()
+                with timed(waiting, "waiting"):
+                    await env.acquire()  # waiting for a place is not the episode's own time
+                start = time.monotonic()
+                # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
+                seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
+                if self.agent.uses_policy:
+                    playing = self.agent.run(env, task, sampler, seed=seed)
+                else:
+                    playing = self.agent.replay(env, task, seed=seed, member=member)
+                episode = await run_to_end(self._limited(playing, task))
+            if episode is None:
+                episode = Episode(id="", task=task, outcome=self._failure(call.error, timed_out=False))
         except StillRunning:
             is_left = True
             episode = Episode(id="", task=task, outcome=_left_to_itself(spec))
-        except BaseException as error:
-            if isinstance(error, WorkerDied) or is_shutdown(error):
-                raise  # the engine is gone, or the run is ending: no episode can go on
-            episode = Episode(id="", task=task, outcome=self._failure(error, timed_out=False))
         finally:
             if is_left and sampler is not None:
                 sampler.end()
@@ -263,16 +264,13 @@ class Runner:
     async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
         """The result of `playing` under the episode's deadline: an environment may raise anything at all."""
         deadline = Deadline(self.config.episode_timeout, f"{task.env or self.spec.id}: an episode")
-        try:
+        with UsersCode(WorkerDied) as call:
             async with deadline:
                 episode = await playing
             if deadline.expired():  # it was cancelled, and made an answer of that
                 raise TimeoutError
             return episode
-        except BaseException as error:
-            if isinstance(error, WorkerDied) or is_shutdown(error):
-                raise
-            return Episode(id="", task=task, outcome=self._failure(error, timed_out=deadline.expired()))
+        return Episode(id="", task=task, outcome=self._failure(call.error, timed_out=deadline.expired()))
 
     def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
         if id(spec) not in self._fingerprints:
@@ -303,10 +301,8 @@ class Runner:
 
         try:
             if env.has_close:
-                await run_to_end(close())
-        except BaseException as error:
-            if is_shutdown(error):
-                raise
+                with UsersCode():
+                    await run_to_end(close())
         finally:
             env.leave()
 
@@ -320,17 +316,14 @@ class Runner:
         deadline = Deadline(self.config.episode_timeout, f"{spec.id}: score_group")
 
         async def asked() -> list[Judgement | Exception] | Outcome | None:
-            try:
+            with UsersCode(WorkerDied) as call:  # a model that judges is gone
                 async with deadline:
                     judged = await spec.score_group(group.task, finished)
                 verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
                 if verdicts is not None and len(verdicts) != len(finished):
                     raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
                 return verdicts
-            except BaseException as error:
-                if isinstance(error, WorkerDied) or is_shutdown(error):
-                    raise  # a model that judges is gone
-                return self._failure(error, timed_out=deadline.expired())
+            return self._failure(call.error, timed_out=deadline.expired())
 
         judging: list[Span] = []
         try:

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from envgym.env.boundary import UsersCode
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.processes.cancellation import abandon, is_shutdown
+from envgym.processes.cancellation import abandon
 from envgym.types import Message, TextPart, ToolCall, ToolSpec
 
 from .schema import WrongArguments
@@ -117,16 +118,11 @@ class ToolBox:
 
 async def _run(tool: Tool, call: ToolCall) -> str:
     """The result as text. What an unwise tool raises must not end the loop (`exit()`), nor pass for our own end."""
-    try:
+    with UsersCode(Exception) as used:
         result = await tool.run(call.arguments)
-    except Exception:
-        raise
-    except BaseException as error:
-        if is_shutdown(error):
-            raise
-        is_cancelled = isinstance(error, asyncio.CancelledError)
-        raise ToolFailure("the call was cancelled" if is_cancelled else type(error).__name__) from None
-    return _clean(result if isinstance(result, str) else to_json(result, fallback=str).decode())
+        return _clean(result if isinstance(result, str) else to_json(result, fallback=str).decode())
+    is_cancelled = isinstance(used.error, asyncio.CancelledError)
+    raise ToolFailure("the call was cancelled" if is_cancelled else type(used.error).__name__)
 
 
 async def _end(jobs: Sequence[asyncio.Task[Any]]) -> None:

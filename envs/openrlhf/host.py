@@ -17,7 +17,7 @@ from envgym.loading import import_target, load_function, split_target
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
-from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides, propagate_over_http
+from .llm_engine import EngineProxy, QueueProxy, Run, SamplingParams, overrides
 
 CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 """Arguments that the older interface's executors take, by name."""
@@ -114,8 +114,6 @@ class AgentHost:
             raise ConfigError(f"{target} is not a class")
         bases = (agent.AgentExecutorBase, agent.MultiTurnAgentExecutor)
         self._executes = getattr(self._executor_class, "execute", None) not in [base.execute for base in bases]
-        if self._executes:
-            propagate_over_http()
         self._executors: dict[bool, Any] = {}
         self._tokenizer: Any = None
         self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -396,117 +395,37 @@ def test_another_agent_leaves_an_execute_out(play, ok, custom, task):
     assert "no AgentInstance: its execute is played by agent=openrlhf_executor" in groups[0].episodes[0].outcome.message
 
 
-SERVED = {
-    "starlette, by httpx": ("""
-        import httpx, uvicorn
-        from starlette.applications import Starlette
-        from starlette.responses import JSONResponse
-        from starlette.routing import Route
-
-        async def answer(request):
-            return JSONResponse(await sampled(await request.json()))
-
-        def serve(listener):
-            app = Starlette(routes=[Route("/", answer, methods=["POST"])])
-            uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
-
-        async def ask(url, tokens):
-            async with httpx.AsyncClient() as client:
-                return (await client.post(url, json=tokens, timeout=60)).raise_for_status().json()
-        """),
-    "http.server, by urllib": ("""
-        import http.server, urllib.request
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                said = json.dumps(asyncio.run(sampled(asked))).encode()
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(said)
-
-        def serve(listener):
-            server = http.server.ThreadingHTTPServer(listener.getsockname(), Handler, bind_and_activate=False)
-            server.socket = listener
-            server.serve_forever()
-
-        async def ask(url, tokens):
-            body = json.dumps(tokens).encode()
-            return json.load(await asyncio.to_thread(urllib.request.urlopen, url, body))
-        """),
-    "aiohttp, by aiohttp": ("""
-        import aiohttp
-        from aiohttp import web
-
-        async def answer(request):
-            return web.json_response(await sampled(await request.json()))
-
-        def serve(listener):
-            app = web.Application()
-            app.router.add_post("/", answer)
-            web.run_app(app, sock=listener, handle_signals=False, print=None)
-
-        async def ask(url, tokens):
-            async with aiohttp.ClientSession() as client, client.post(url, json=tokens) as answered:
-                return await answered.json()
-        """),
-}  # fmt: skip
-EXECUTES_OVER_HTTP = """
-import asyncio, json, socket, threading
+ASKS_ELSEWHERE = """
+import asyncio, threading
 from openrlhf.utils.agent import AgentExecutorBase
 
-{server}
-
-async def sampled(tokens):
-    return list((await engine.generate(tokens, params)).outputs[0].token_ids)
-
 class AgentExecutor(AgentExecutorBase):
-    url = None
-
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
-        global engine, params
-        if self.url is None:  # one server for all episodes, given the first one's engine
-            engine, params = llm_engine, sampling_params
-            listener = socket.create_server(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{{listener.getsockname()[1]}}/"
-            threading.Thread(target=serve, args=[listener], daemon=True).start()
-        tokens = hf_tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        first = await ask(self.url, tokens)
-        {then}
-        second = await ask(self.url, [*tokens, *first, *tokens])
-        return {{"reward": float(len(first)), "observation_tokens": [*tokens, *first, *tokens, *second],
-                "action_ranges": [(len(tokens), len(tokens) + len(first)),
-                                  (len(tokens) * 2 + len(first), len(tokens) * 2 + len(first) + len(second))]}}
+        async def sampled():
+            return (await llm_engine.generate([5, 6, 7], sampling_params)).outputs[0].token_ids
+
+        try:
+            await {where}(lambda: asyncio.run(sampled()))
+        except RuntimeError:
+            raise ValueError("500 Internal Server Error") from None  # as a server of the file's own would put it
+        return {{"reward": 1.0}}
 """
+A_THREAD = "asyncio.get_running_loop().run_in_executor"
 
 
-@pytest.mark.parametrize("server", SERVED)
-def test_an_execute_that_asks_by_a_server_of_its_own_is_answered_as_the_episode_that_asks(
-    play, ok, write, task, server, renderer
-):
-    """All members of a group ask the same at the same time, and each gets what was sampled for it."""
-    file = write(EXECUTES_OVER_HTTP.format(server=textwrap.dedent(SERVED[server]), then=""))
-    groups, engine = play(file, [task()], lambda member, turn: f"{member} " * (member + 1), size=6)
-    for member, episode in enumerate(ok(groups, engine)):
-        [row] = episode.rows
-        said = [renderer.tokenizer.decode(s.token_ids) for s in row.segments if s.role == "action"]
-        assert [text.split()[0] for text in said] == [str(member)] * 2
-        assert episode.reward == float(len(row.segments[1].token_ids))
+def test_an_execute_may_ask_from_a_thread_that_the_context_is_carried_to(play, ok, write, task):
+    groups, engine = play(write(ASKS_ELSEWHERE.format(where="asyncio.to_thread")), [task()], "word", size=2)
+    assert [episode.reward for episode in ok(groups, engine)] == [1.0, 1.0]
 
 
-def test_what_the_engine_refused_is_said_however_little_a_server_passes_on(play, write, task):
-    server = textwrap.dedent(SERVED["starlette, by httpx"])
-    wrong = EXECUTES_OVER_HTTP.format(server=server, then="params.n = 3")
-    thread = "await asyncio.get_running_loop().run_in_executor(None, lambda: asyncio.run(sampled(tokens)))"
-    lost = EXECUTES_OVER_HTTP.format(server=server, then=thread)
-    for text, says in (
-        (wrong, "InvalidStep: the agent set the sampling parameter n=3"),
-        (lost, "its episode is not known"),
-    ):
-        groups, _ = play(write(text), [task()], "word", size=1)
-        [episode] = groups[0].episodes
-        assert episode.failed
-        assert says in episode.outcome.message
+def test_an_execute_that_asks_where_its_episode_is_not_known_is_told_so(play, write, task):
+    """As a server of the file's own does: that the file passes on no more than a number is no matter."""
+    file = write(ASKS_ELSEWHERE.format(where=f"({A_THREAD})").replace("run_in_executor)(", "run_in_executor)(None, "))
+    groups, _ = play(file, [task()], "word", size=1)
+    [episode] = groups[0].episodes
+    assert episode.failed
+    assert "its episode is not known" in episode.outcome.message
+    assert "agent=external" in episode.outcome.message
 
 
 # -- standing in ---------------------------------------------------------------------------------------------
