@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from . import registry
     from .api import evaluate, train
     from .env import Env, EnvConfig, EnvSpec, ListTasks, TaskSet
-    from .env.rewards import Reward, reward
     from .registry import make, register, spec
+    from .rewards import Reward, reward
     from .tools import McpServer, Tool, ToolEnv, ToolEnvConfig
     from .types import Action, Episode, Message, Observation, Task
 
@@ -21,7 +21,7 @@ _HOME = {
     "Action": "types", "Episode": "types", "Message": "types", "Observation": "types", "Task": "types",
     "Env": "env", "EnvConfig": "env", "EnvSpec": "env", "ListTasks": "env", "TaskSet": "env",
     "make": "registry", "register": "registry", "spec": "registry",
-    "reward": "env.rewards", "Reward": "env.rewards",
+    "reward": "rewards", "Reward": "rewards",
     "McpServer": "tools", "Tool": "tools", "ToolEnv": "tools", "ToolEnvConfig": "tools",
     "train": "api", "evaluate": "api",
 }  # fmt: skip

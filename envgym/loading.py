@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -15,6 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from .errors import ConfigError, EnvgymError, NameNotFound, did_you_mean
+
+
+@functools.cache  # reading them takes milliseconds, and what is installed stays
+def offered(group: str) -> dict[str, str]:
+    """name -> `module:attr` (or `module`) of the entry points of installed packages."""
+    return {entry_point.name: entry_point.value for entry_point in importlib.metadata.entry_points(group=group)}
 
 
 def names_file(name: str) -> bool:

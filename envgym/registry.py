@@ -9,28 +9,33 @@ are read when a name is first looked up, and a class is imported when it is aske
 make environments of files that are written for another program: each is a function of a file's path and of the name
 behind it (`file.py:Name`, else empty) that returns an `EnvSpec` subclass, or None where the file is not one of those.
 They are asked before the file is imported.
+
+Environments that are elsewhere come by three groups, so that no client is imported here. `envgym.schemes`: what stands
+before the colon of a name (`http`), and `envgym.locators`: a setting that says where the environment of a name is that
+nobody registered (`urls`), each with the `EnvSpec` subclass that is made of the name and the settings.
+`envgym.directories`: functions `(*, strict: bool)` that return the registrations of names which are kept elsewhere;
+`strict` ones raise `ConfigError` where those cannot be read.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .env import CheckedEnv, Env, EnvSpec
 from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
-from .loading import absolute_target, check_class, load_class, load_function, names_file, split_target
+from .loading import absolute_target, check_class, load_class, load_function, names_file, offered, split_target
 
-if TYPE_CHECKING:
-    from .remote.named import Registered
+PYTHON = "python:"
+"""What names an import path whatever schemes there are: `python:package.module:Class`."""
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
@@ -74,11 +79,8 @@ def check_beside(id: str, known: Collection[str]) -> str:
 
 
 def list_ids() -> list[str]:
-    """All registered environment ids, sorted; also the names given to remote environments (`envgym envs add`), except
-    those of a file that cannot be read."""
-    from .remote.named import readable
-
-    return sorted({*_remote(readable()[0]), *_registrations()})
+    """All registered environment ids, sorted; also those of directories (`envgym envs add`) that can be read."""
+    return sorted({*_from_directories(strict=False), *_registrations()})
 
 
 def is_installed(id: str) -> bool:
@@ -93,13 +95,15 @@ def is_installed(id: str) -> bool:
 def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     """The environment that `name` stands for, with `kwargs` as its settings.
 
-    `name` is an id, a file (`file.py`, `file.py:Class`), an import path (`package.module:Class`) or a URL.
+    `name` is an id, a file (`file.py`, `file.py:Class`), an import path (`package.module:Class`), or has a scheme: a
+    URL. A scheme comes first: `python:package.module:Class` is an import path whatever schemes there are.
     Raises `NameNotFound` or `VersionNotFound` for what does not exist, `ConfigError` for unusable settings.
     """
-    if name.startswith(("http://", "https://")):
-        from .remote.client import RemoteEnvSpec
-
-        return RemoteEnvSpec(name, **kwargs)
+    if name.startswith(PYTHON):
+        return _build(name, name.removeprefix(PYTHON), kwargs)
+    scheme, colon, _ = name.partition(":")
+    if colon and scheme in (schemes := offered("envgym.schemes")):
+        return _build(name, schemes[scheme], kwargs)
     if "://" in name:
         raise ConfigError(_other_scheme(name))
     if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name):  # what is imported does not begin with a digit
@@ -110,11 +114,10 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
         try:
             registration = find(name)
         except (ConfigError, NameNotFound, VersionNotFound):
-            if not {"urls", "listen"} & kwargs.keys() or is_installed(name):
+            locators = [target for setting, target in offered("envgym.locators").items() if setting in kwargs]
+            if not locators or is_installed(name):
                 raise
-            from .remote.client import RemoteEnvSpec  # a description says enough
-
-            return RemoteEnvSpec(name, **kwargs)
+            return _build(name, locators[0], kwargs)
         return _build(registration.id, registration.entry_point, registration.kwargs | kwargs)
     return _build(name, name, kwargs)
 
@@ -144,18 +147,12 @@ def load_component(kind: Literal["learner", "agent"], name: str) -> type:
     base: type = learner.Learner if kind == "learner" else agent.Agent
     if names_file(name) or ":" in name:
         return load_class(name, (base,), kind)
-    known = _offered(f"envgym.{kind}s")
+    known = offered(f"envgym.{kind}s")
     if name not in known:
         raise NameNotFound(
             f"there is no {kind} {name!r}.{did_you_mean(name, known) or _known(known)}{_not_installed()}"
         )
     return load_class(known[name], (base,), kind)
-
-
-def load_server(protocol: str) -> Callable[..., Any]:
-    """The function that serves environments to those who speak another framework's `protocol`; packages offer theirs
-    by entry points of the group `envgym.servers`."""
-    return load_function(_offered("envgym.servers")[protocol], "server")
 
 
 def parse_env_id(id: str) -> tuple[str | None, str, int | None]:
@@ -181,10 +178,8 @@ def find(id: str) -> Registration:
     namespace, name, version = parse_env_id(id)
     keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
     if not keys:
-        from .remote.named import registered
-
         try:
-            known = _remote(registered())
+            known = _from_directories(strict=True)
         except ConfigError as error:  # it may be named there: another of that name is not taken for it
             raise ConfigError(f"there is no environment {id!r} here.{_nearest(namespace, name)} But {error}") from None
         keys = [key for key in known if parse_env_id(key)[:2] == (namespace, name)]
@@ -233,8 +228,8 @@ def load_env_class(target: str) -> type[Any]:
     """The `Env` or `EnvSpec` class that a file or an import path (`file.py[:Name]`, `package.module:Name`) names."""
     file, name = split_target(target)
     if names_file(file):
-        for offered in _offered("envgym.files").values():
-            adapt = load_function(offered, "adapter of files")
+        for adapter in offered("envgym.files").values():
+            adapt = load_function(adapter, "adapter of files")
             if (adapted := adapt(Path(file).expanduser().resolve(), name)) is not None:
                 return check_class(adapted, target, (EnvSpec,), "environment")
     if set(_IMPORTS.findall(_source(file))) == {"verifiers"}:  # what knows envgym as well, knows what it does
@@ -263,21 +258,17 @@ def _source(where: str) -> str:
 
 def _registrations() -> dict[str, Registration]:
     """All registrations: those of installed packages, and over them those of this process."""
-    offered = _offered("envgym.envs").items()
+    installed = offered("envgym.envs").items()
     # Somebody's malformed id cannot be asked for, and should not stand in the way of the others.
-    return {id: Registration(id, target) for id, target in offered if _ID.fullmatch(id)} | _registered
+    return {id: Registration(id, target) for id, target in installed if _ID.fullmatch(id)} | _registered
 
 
-def _remote(named: Mapping[str, Registered]) -> dict[str, Registration]:
-    """The remote environments that were given a name."""
-    target = "envgym.remote.client:RemoteEnvSpec"
-    return {name: Registration(name, target, entry.settings()) for name, entry in named.items() if _ID.fullmatch(name)}
-
-
-@functools.cache  # reading them takes milliseconds, and what is installed stays
-def _offered(group: str) -> dict[str, str]:
-    """name -> `module:attr` of the entry points of installed packages."""
-    return {entry_point.name: entry_point.value for entry_point in importlib.metadata.entry_points(group=group)}
+def _from_directories(*, strict: bool) -> dict[str, Registration]:
+    """The registrations of names that are kept elsewhere. `strict` raises `ConfigError` where they cannot be read."""
+    kept: dict[str, Registration] = {}
+    for target in offered("envgym.directories").values():
+        kept |= load_function(target, "directory of environments")(strict=strict)
+    return {id: registration for id, registration in kept.items() if _ID.fullmatch(id)}
 
 
 def _known(names: Collection[str]) -> str:

@@ -26,7 +26,8 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.processes.pool", "envgym.loading", "envgym.hashing", "envgym.settings",
+        "envgym.registry", "envgym.rewards", "envgym.processes.pool", "envgym.loading", "envgym.hashing",
+        "envgym.settings",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",

@@ -1,4 +1,5 @@
-"""The command line: `envgym COMMAND …`. Each command has a file here; this one finds it and runs it.
+"""The command line: `envgym COMMAND …`. Each command has a file here, or comes with a package, by an entry point of the
+group `envgym.commands`: a module with `SUMMARY` and `main(arguments, invocation)`. This file finds it and runs it.
 
 Exit status: 0 done, 2 a mistake that the user can mend, 130 Ctrl-C, 1 an error of ours (and, of `envs check`, a check
 that failed).
@@ -11,8 +12,10 @@ import io
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from envgym.errors import ConfigError, did_you_mean
+from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.loading import import_target, offered
 
 from .errors import Invocation, LogLine, notes_in_one_line, report
 
@@ -28,22 +31,16 @@ COMMANDS = {
     "config": "print what would run, without starting anything",
     "plan": "print where a run's processes would go, and their memory",
     "model": "make a model from a recipe, or from an adapter and its base",
-    "runs": "list run folders with their results",
     "stop": "stop a run of another terminal",
     "show": "print episodes of a run as people read them",
-    "view": "look at runs, evaluations and episodes in a browser",
-    "export": "write a run as one HTML file to look at",
-    "openrlhf": "run a command line of OpenRLHF",
 }
 
-_LISTED = "\n".join(f"  {name:<{max(map(len, COMMANDS)) + 2}}{summary}" for name, summary in COMMANDS.items())
-
-HELP = f"""usage: envgym COMMAND …
+HELP = """usage: envgym COMMAND …
 
 Train and evaluate language-model agents, environments first.
 
 commands:
-{_LISTED}
+{commands}
 
 options:
   --help     this text; envgym COMMAND --help says more
@@ -85,16 +82,36 @@ def _run(arguments: list[str]) -> int:
 def _dispatch(arguments: list[str], invocation: Invocation) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("--help", "-h", "help"):
-        print(HELP, end="")
+        width = max(map(len, summaries := summaries_of_commands())) + 2
+        print(HELP.format(commands="\n".join(f"  {name:<{width}}{text}" for name, text in summaries.items())), end="")
         return 0
     if command == "--version":
         from importlib.metadata import version
 
         print(f"envgym {version('envgym')}")
         return 0
-    if command not in COMMANDS:
-        noun = "option" if command.startswith("-") else "command"
-        known = ["--help", "--version"] if noun == "option" else COMMANDS
-        raise ConfigError(f"there is no {noun} {command!r}.{did_you_mean(command, known)} See: envgym --help")
-    status: int = importlib.import_module(f".{command.replace('-', '_')}", __name__).main(rest, invocation)
+    status: int = load_command(command).main(rest, invocation)
     return status
+
+
+def load_command(name: str) -> Any:
+    """The module of a command. Raises `ConfigError` where there is none of that name."""
+    if name in COMMANDS:
+        return importlib.import_module(f".{name.replace('-', '_')}", __name__)
+    brought = offered("envgym.commands")
+    if name in brought:
+        return import_target(brought[name])
+    noun = "option" if name.startswith("-") else "command"
+    known = ["--help", "--version"] if noun == "option" else [*COMMANDS, *brought]
+    raise ConfigError(f"there is no {noun} {name!r}.{did_you_mean(name, known)} See: envgym --help")
+
+
+def summaries_of_commands() -> dict[str, str]:
+    """Each command with a line on what it does."""
+    summaries: dict[str, str] = dict(COMMANDS)
+    for name in offered("envgym.commands"):
+        try:
+            summaries[name] = load_command(name).SUMMARY
+        except EnvgymError as error:  # a package that cannot be used must not hide the other commands
+            summaries[name] = f"(cannot be used: {error})"
+    return summaries

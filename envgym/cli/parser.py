@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from envgym.config.recipes import DEFAULT_RECIPE
 from envgym.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -65,6 +65,20 @@ class Parser(argparse.ArgumentParser):
         return options, str(given.get(setting, default_of(setting)))
 
 
+def run_folders() -> list[Path]:
+    """The folders that runs and evaluations are kept in."""
+    return [Path(default_of(name)) for name in ("runs_dir", "evals_dir")]
+
+
+def find_path(given: str) -> Path:
+    """The path of a run, an evaluation or a file, by its name or its path."""
+    for path in (*(folder / given for folder in run_folders()), Path(given)):
+        if path.exists():
+            return path
+    known = [path.name for folder in run_folders() for path in folder.glob("*/")]
+    raise ConfigError(f"there is no run, evaluation or file {given!r} (see: envgym runs).{did_you_mean(given, known)}")
+
+
 def default_of(setting: str) -> Any:
     """The default of a setting of the whole run, such as `runs_dir`."""
     from envgym.config.schema import RunConfig
@@ -75,6 +89,7 @@ def default_of(setting: str) -> Any:
 def _as_setting(option: str) -> str:
     """A hint for `--steps 10`, which elsewhere is how it would be written."""
     from envgym.config.known_settings import known_keys, meant
+    from envgym.config.recipes import DEFAULT_RECIPE
     from envgym.config.schema import RunConfig, StageConfig
 
     key = option.lstrip("-").replace("-", "_")

@@ -8,10 +8,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from envgym.env import EnvSpec
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, NameNotFound, did_you_mean
+from envgym.loading import import_target, offered
 from envgym.processes import event_loop
 
 from .errors import Invocation
@@ -53,10 +54,13 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--register-token-file", metavar="F", type=Path, help="with --register: token for the trainer")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="with --register: certificates to trust, as PEM")
     parser.add_argument(
-        "--nemo-gym", metavar="DIR", type=Path, help="serve as NeMo-Gym's servers do; its config and rows go to DIR"
+        "--dialect",
+        metavar="D",
+        help=f"serve as another framework does: {', '.join(offered('envgym.dialects')) or 'none is installed'}; with "
+        "--help its options are listed",
     )
-    parser.add_argument("--model-server", metavar="URL", help="with --nemo-gym: its model server, for /run")
-    parser.add_argument("--rows", metavar="N", type=int, help="with --nemo-gym: rows of a split (1000)")
+    if (dialect := chosen_dialect(arguments)) is not None:
+        dialect.add_options(parser)
     options, words = parser.parse_with_words(arguments)
     specs = make_specs(*split_words([*options.envs, *words]))
 
@@ -72,10 +76,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port is 0 to 65535, not {options.port}")
     announced = announcement(options)
-    if options.nemo_gym is not None:
-        return serve_nemo_gym(specs, options)
-    if options.model_server is not None or options.rows is not None:
-        raise ConfigError("--model-server and --rows go with --nemo-gym DIR")
+    if dialect is not None:
+        event_loop.run(dialect.serve(specs, options))
+        return 0
 
     def on_ready(url: str) -> None:
         for name, spec in specs.items():
@@ -101,6 +104,20 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     return 0
 
 
+def chosen_dialect(arguments: Sequence[str]) -> Any:
+    """The module of the dialect that `--dialect` names, or None: its options are added before all are parsed."""
+    parser = Parser("serve", "", "", "")
+    parser.add_argument("--dialect")
+    name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
+    if name is None:
+        return None
+    dialects = offered("envgym.dialects")
+    if name not in dialects:
+        there_is = f" There is {', '.join(dialects)}." if dialects else ""
+        raise NameNotFound(f"there is no dialect {name!r}.{did_you_mean(name, dialects) or there_is}")
+    return import_target(dialects[name])
+
+
 def announcement(options: Namespace) -> Announcement | None:
     from envgym.remote.registration import Announcement
 
@@ -113,42 +130,13 @@ def announcement(options: Namespace) -> Announcement | None:
     return Announcement(options.register, options.register_token_file, options.ca_file, options.advertise, weight)
 
 
-def serve_nemo_gym(specs: dict[str, EnvSpec], options: Namespace) -> int:
-    from envgym.registry import load_server
-
-    serve = load_server("nemo_gym")
-    if options.register is not None:
-        raise ConfigError("--register does not go with --nemo-gym: NeMo-Gym's protocol knows no such thing")
-    if options.token_file or options.tls_cert or options.tls_key:
-        raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
-    if options.lease_seconds is not None or options.drain_seconds is not None:
-        raise ConfigError("NeMo-Gym's protocol has no leases, and sessions there cannot be waited for: leave both out")
-
-    def on_ready(name: str, url: str) -> None:
-        print(f"serving {specs[name].id} as {name} and {name}_agent at {url} (Ctrl-C ends it)", flush=True)
-
-    event_loop.run(
-        serve(
-            specs,
-            options.host,
-            options.port,
-            options.nemo_gym,
-            on_ready=on_ready,
-            model_server=options.model_server,
-            rows_of_a_split=1000 if options.rows is None else at_least(1, "--rows", options.rows),
-            max_sessions=at_least(1, "--max-sessions", options.max_sessions),
-        )
-    )
-    return 0
-
-
 def split_words(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """The environments, each as (name or nothing, E), and the settings."""
     environments, settings = [], []
     for word in words:
         if named := _NAMED.fullmatch(word):
             environments.append((named.group(1), named.group(2)))
-        elif "=" in word and not word.startswith(("http://", "https://")):
+        elif "=" in word and word.partition(":")[0] not in offered("envgym.schemes"):
             settings.append(word)
         else:
             environments.append(("", word))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from envgym.errors import ConfigError, DataError, did_you_mean, printable
 
 from .errors import Invocation
-from .parser import Parser
-from .view import found
+from .parser import Parser, find_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +63,7 @@ def _number(option: str, given: str) -> int:
 
 def _find(given: str, step: int | None) -> tuple[Path, str]:
     """The file or folder that the episodes are in, and what it is, for people."""
-    path = found(given)
+    path = find_path(given)
     numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
     stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
     files = next((steps for stage in stages if (steps := _steps(stage))), {})

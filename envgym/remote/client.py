@@ -102,7 +102,7 @@ class RemoteEnvSpec(EnvSpec):
     config: RemoteConfig
 
     def __init__(self, id: str, **kwargs: Any) -> None:
-        is_url = id.startswith(("http://", "https://"))
+        is_url = id.startswith(("http:", "https:"))
         super().__init__(id.rstrip("/") if is_url else id, **kwargs)
         urls = [*([self.id] if is_url else []), *self.config.urls]
         if not urls and self.config.listen is None:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError
+from envgym.registry import Registration
 from envgym.settings import settings_error
 
 Scope = Literal["user", "project"]
@@ -69,6 +70,14 @@ def readable() -> tuple[dict[str, Registered], list[str]]:
         except ConfigError as error:
             problems.append(str(error))
     return found, problems
+
+
+def registrations(*, strict: bool) -> dict[str, Registration]:
+    """The names as the registry takes them; `strict` raises `ConfigError` for a file that cannot be used, which is left
+    out otherwise."""
+    named = registered() if strict else readable()[0]
+    target = "envgym.remote.client:RemoteEnvSpec"
+    return {name: Registration(name, target, entry.settings()) for name, entry in named.items()}
 
 
 def scope_of(name: str) -> Scope | None:

@@ -1,10 +1,14 @@
-"""`envgym serve --nemo-gym`: environments as NeMo-Gym's servers, each at a port of its own, the first also the head."""
+"""`envgym serve --dialect nemo_gym`: environments as NeMo-Gym's servers, each at a port of its own.
+
+The first is the head server too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,25 +36,33 @@ REFUSAL = "with NeMo-Gym's protocol, which has no tokens: use --host 127.0.0.1 a
 logger = logging.getLogger(__name__)
 
 
-async def serve(
-    specs: Mapping[str, EnvSpec],
-    host: str,
-    port: int,
-    folder: Path,
-    *,
-    on_ready: Callable[[str, str], None],
-    model_server: str | None = None,
-    rows_of_a_split: int = 1000,
-    max_sessions: int = 10_000,
-) -> None:
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of this dialect to those of `envgym serve`."""
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="folder for what NeMo-Gym reads: its config, and rows"
+    )
+    parser.add_argument("--model-server", metavar="URL", help="its model server, for /run")
+    parser.add_argument("--rows", metavar="N", type=int, default=1000, help="rows of a split (1000)")
+
+
+async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
     """Serve environments as NeMo-Gym would, until SIGINT or SIGTERM: the first at `port`, the others at the ports after
     it (at free ones where it is 0). Each is a resources server and an agent server; the first is the head server too.
 
-    `folder` gets what NeMo-Gym reads: `config.yaml`, and the rows of each environment as `NAME_train.jsonl` and
-    `NAME_validation.jsonl`. `on_ready` gets each environment's name and URL once all answer.
+    The folder `out` gets `config.yaml`, and the rows of each environment as `NAME_train.jsonl` and
+    `NAME_validation.jsonl`. Each environment's URL is printed once all answer.
 
     NeMo-Gym's protocol has no tokens, so only loopback addresses are taken. Raises `ConfigError`.
     """
+    if options.register is not None:
+        raise ConfigError("--register does not go with --dialect nemo_gym: NeMo-Gym's protocol knows no such thing")
+    if options.token_file or options.tls_cert or options.tls_key:
+        raise ConfigError("NeMo-Gym's protocol has neither tokens nor TLS: leave them out, and stay on loopback")
+    if options.lease_seconds is not None or options.drain_seconds is not None:
+        raise ConfigError("NeMo-Gym's protocol has no leases, and sessions there cannot be waited for: leave both out")
+    if options.rows < 1:
+        raise ConfigError(f"--rows is at least 1, not {options.rows}")
+    host, port, folder, model_server = options.host, options.port, options.out, options.model_server
     for spec in specs.values():
         check_servable(spec)
         check_verifiable(spec)
@@ -68,17 +80,18 @@ async def serve(
         for spec in specs.values():
             await stack.enter_async_context(start_services(spec))
         folder.mkdir(parents=True, exist_ok=True)
-        files = {name: await write_rows(spec, name, folder, rows_of_a_split) for name, spec in specs.items()}
+        files = {name: await write_rows(spec, name, folder, options.rows) for name, spec in specs.items()}
         config = config_of(addresses, files, model)
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for number, (name, spec) in enumerate(specs.items()):
-            app = application(name, spec, model_server, max_sessions, config if number == 0 else None)
+            app = application(name, spec, model_server, options.max_sessions, config if number == 0 else None)
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.SockSite(runner, listeners[name]).start()
         for name, (bound, bound_port) in addresses.items():
-            on_ready(name, f"http://{bound}:{bound_port}")
+            served = f"serving {specs[name].id} as {name} and {name}_agent"
+            print(f"{served} at http://{bound}:{bound_port} (Ctrl-C ends it)", flush=True)
         await stopping.wait()
 
 

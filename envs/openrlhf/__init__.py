@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from envgym.env import Env, EnvSpec, Info, StepResult
-from envgym.env.rewards import Reward, prompt_text
-from envgym.env.rewards.environments import GroupRewardEnv, answer_of, seed_of
 from envgym.errors import EnvgymError, InvalidStep
 from envgym.hashing import text_hash
 from envgym.processes.pool import Processes, Session
 from envgym.registry import spec_from_json
+from envgym.rewards import Reward, prompt_text
+from envgym.rewards.environments import GroupRewardEnv, answer_of, seed_of
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
 

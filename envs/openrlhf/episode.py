@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envgym.env.rewards.functions import number
 from envgym.errors import InvalidStep
+from envgym.rewards.functions import number
 
 ROUNDING = 1e-6
 """Distance from [0, 1] that a score may have from rounding in 32 bits."""

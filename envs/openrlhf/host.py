@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from envgym.env.checked import finite_metrics
-from envgym.env.rewards.functions import Reward, column, number, run
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
+from envgym.rewards.functions import Reward, column, number, run
 
 from . import package
 from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score

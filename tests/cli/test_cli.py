@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from envgym.cli import COMMANDS
+from envgym.cli import summaries_of_commands
 from envgym.cli.envs import ACTIONS
 from envgym.cli.errors import Invocation, report
 from envgym.disk import locked
 
+COMMANDS = summaries_of_commands()
 ENVGYM = Path(sys.executable).with_name("envgym")
 HEAVY = {
     "aiohttp", "datasets", "deepspeed", "matplotlib", "numpy", "pyarrow", "pydantic", "ray", "rich", "tokenizers",

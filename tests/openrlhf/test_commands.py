@@ -12,7 +12,7 @@ import pytest
 from envgym.cli.parser import Parser, add_run_options, resolve_options
 from envgym.config.schema import Component
 from envgym.errors import ConfigError
-from envgym.openrlhf import translate
+from envgym.openrlhf.translate import translate
 
 sys.path.insert(0, str(Path(__file__).parent))
 from seeds import VARIABLE, Command, blocks, commands, documents

@@ -10,8 +10,7 @@ import pytest
 
 from envgym.config.known_settings import known_keys
 from envgym.errors import ConfigError
-from envgym.openrlhf import PROGRAMS, help_of
-from envgym.openrlhf.table import CLASSES, TRAINING, entries, flags_of, parse
+from envgym.openrlhf.table import CLASSES, PROGRAMS, TRAINING, entries, flags_of, help_of, parse
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

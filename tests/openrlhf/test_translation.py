@@ -7,7 +7,8 @@ import yaml
 
 from envgym.config.words import parse_words
 from envgym.errors import ConfigError
-from envgym.openrlhf import entry_point, translate, translate_file
+from envgym.openrlhf.rlhf import entry_point, translate_file
+from envgym.openrlhf.translate import translate
 
 PPO = ["--pretrain", "org/model", "--prompt_data", "org/prompts", "--reward_pretrain", "org/judge"]
 SFT = ["--pretrain", "org/model", "--dataset", "rows"]

@@ -652,7 +652,10 @@ def test_a_setting_that_cannot_be_used_is_one_line(port, settings, said):
         (["--register", "http://127.0.0.1:9", "--weight", "0"], "--weight is above 0"),
         (["--register", "http://192.0.2.1:9", "--port", "0"], "--host 0.0.0.0, or --advertise URL"),
         (["--weight", "2"], "--weight goes with --register"),
-        (["--register", "http://127.0.0.1:9", "--nemo-gym", "x"], "does not go with --nemo-gym"),
+        (
+            ["--register", "http://127.0.0.1:9", "--dialect", "nemo_gym", "--out", "x"],
+            "does not go with --dialect nemo_gym",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(words, said):

@@ -234,7 +234,8 @@ def test_what_cannot_be_served_is_refused():
     [
         (["--port", "70000"], "--port is 0 to 65535, not 70000"),
         (["--port", "-1"], "--port is 0 to 65535, not -1"),
-        (["--rows", "3"], "--model-server and --rows go with --nemo-gym DIR"),
+        (["--rows", "3"], "envgym serve has no option '--rows'"),
+        (["--dialect", "nemo_gim"], "there is no dialect 'nemo_gim'. Did you mean 'nemo_gym'?"),
         (["--drain-seconds", "inf"], "--drain-seconds is at least 0, not inf"),
         (["--host", "8.8.8.8"], "choose another host"),
     ],

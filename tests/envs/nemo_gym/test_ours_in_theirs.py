@@ -1,4 +1,4 @@
-"""The real NeMo-Gym plays our environments: its rollout collector and its agents, on `envgym serve --nemo-gym`."""
+"""The real NeMo-Gym plays our environments: its collector and its agents, on `envgym serve --dialect nemo_gym`."""
 
 import asyncio
 import contextlib
@@ -18,6 +18,7 @@ from aiohttp import web
 from envgym.agents.external.responses_api import messages_of, output_items, response, usage, with_tokens
 from envgym.types import Message, ToolCall
 
+DIALECT = ("--dialect", "nemo_gym", "--out")
 GAMES = Path(__file__).with_name("game.py")
 ENVGYM = Path(sys.executable).with_name("envgym")
 
@@ -91,7 +92,19 @@ def served(model_server, free_ports, server_process, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     port = next(port for port in free_ports(50) if port < 65000 and all_free(port, port + 1, port + 2))
     games = [f"{name.lower()}={GAMES}:{name}" for name in ("Stones", "Guess", "Broken")]
-    command = [ENVGYM, "serve", *games, "--port", str(port), "--nemo-gym", folder / "gym", "--rows", "6"]
+    command = [
+        ENVGYM,
+        "serve",
+        *games,
+        "--port",
+        str(port),
+        "--dialect",
+        "nemo_gym",
+        "--out",
+        folder / "gym",
+        "--rows",
+        "6",
+    ]
     command += ["--model-server", f"http://127.0.0.1:{model_server}"]
     with server_process(command, folder / "ours.log", [port, port + 1, port + 2]):
         yield folder / "gym", port
@@ -307,7 +320,7 @@ def test_a_web_page_is_refused(served):
 
 def test_the_pages_command_serves_rows_without_answers(documented, free_ports, server_process, tmp_path):
     [port] = free_ports(1)
-    words = [word.replace("21080", str(port)) for word in documented("--nemo-gym")]
+    words = [word.replace("21080", str(port)) for word in documented("--dialect")]
     with server_process([ENVGYM, *words, "--rows", "3"], tmp_path / "log", [port]) as server:
         for split in ("train", "validation"):
             rows = [json.loads(line) for line in (tmp_path / "served" / f"tool_use_{split}.jsonl").open()]
@@ -324,7 +337,19 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
     (tmp_path / "gym").mkdir()
     for split in ("train", "validation"):
         (tmp_path / "gym" / f"only_{split}.jsonl").write_text("of an earlier server")
-    command = [ENVGYM, "serve", f"only={GAMES}:TrainOnly", "--port", str(port), "--nemo-gym", "gym", "--rows", "2"]
+    command = [
+        ENVGYM,
+        "serve",
+        f"only={GAMES}:TrainOnly",
+        "--port",
+        str(port),
+        "--dialect",
+        "nemo_gym",
+        "--out",
+        "gym",
+        "--rows",
+        "2",
+    ]
     with server_process(command, tmp_path / "log", [port]):
         assert first_row(tmp_path / "gym", "only")["envgym"]["index"] == 0
         assert not (tmp_path / "gym" / "only_validation.jsonl").exists()
@@ -333,16 +358,25 @@ def test_a_split_that_is_not_there_has_no_file_and_none_of_an_earlier_server(fre
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([f"{GAMES}:Judged", "--nemo-gym", "gym"], "judges groups"),
-        ([f"{GAMES}:Unset", "--nemo-gym", "gym"], "which judge? set env.judge"),
-        ([f"a={GAMES}:Guess", f"a_agent={GAMES}:Guess", "--nemo-gym", "gym"], "'a_agent' is another server's"),
-        ([f"{GAMES}:Unposed", "--nemo-gym", "gym"], "Unposed: train task 1 cannot be posed: KeyError: 'three'"),
-        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--host", "0.0.0.0"], "refusing to serve on 0.0.0.0"),
-        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--token-file", "t"], "neither tokens nor TLS"),
-        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--drain-seconds", "3"], "has no leases"),
-        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--model-server", "http://x:1/v1"], "without /v1"),
-        ([f"{GAMES}:Guess", "--nemo-gym", "gym", "--rows", "0"], "--rows is at least 1"),
-        ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "go with --nemo-gym"),
+        ([f"{GAMES}:Judged", *DIALECT, "gym"], "judges groups"),
+        ([f"{GAMES}:Unset", *DIALECT, "gym"], "which judge? set env.judge"),
+        (
+            [f"a={GAMES}:Guess", f"a_agent={GAMES}:Guess", *DIALECT, "gym"],
+            "'a_agent' is another server's",
+        ),
+        (
+            [f"{GAMES}:Unposed", *DIALECT, "gym"],
+            "Unposed: train task 1 cannot be posed: KeyError: 'three'",
+        ),
+        (
+            [f"{GAMES}:Guess", *DIALECT, "gym", "--host", "0.0.0.0"],
+            "refusing to serve on 0.0.0.0",
+        ),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--token-file", "t"], "neither tokens nor TLS"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--drain-seconds", "3"], "has no leases"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--model-server", "http://x:1/v1"], "without /v1"),
+        ([f"{GAMES}:Guess", *DIALECT, "gym", "--rows", "0"], "--rows is at least 1"),
+        ([f"{GAMES}:Guess", "--model-server", "http://x:1"], "has no option '--model-server'"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(tmp_path, options, says):

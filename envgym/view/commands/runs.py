@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envgym.cli.errors import Invocation
+from envgym.cli.parser import Parser
 from envgym.disk import holder
 from envgym.errors import printable
 
-from .errors import Invocation
-from .parser import Parser
-
 if TYPE_CHECKING:
     from envgym.view.sources import Source
+
+SUMMARY = "list run folders with their results"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:

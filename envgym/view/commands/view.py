@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
-from envgym.errors import ConfigError, did_you_mean
+from envgym.cli.errors import Invocation
+from envgym.cli.parser import Parser, find_path, run_folders
+from envgym.errors import ConfigError
 
-from .errors import Invocation
-from .parser import Parser, default_of
+SUMMARY = "look at runs, evaluations and episodes in a browser"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -25,9 +24,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--port", metavar="P", type=int, default=8765, help="port; 0 takes a free one (8765)")
     parser.add_argument("--token-file", metavar="F", help="file that holds the token viewers must give")
     options = parser.parse_without_words(arguments, "a page has no settings")
-    given = [found(run) for run in options.runs] or [path for path in places() if path.is_dir()]
+    given = [find_path(run) for run in options.runs] or [path for path in run_folders() if path.is_dir()]
     if not given:
         raise ConfigError("there is no folder runs/ or evals/ here: name a run, an evaluation or a file of episodes")
+
+    import asyncio
 
     from envgym.services.http import read_token
     from envgym.view.server import serve_view
@@ -39,17 +40,3 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     asyncio.run(serve_view(given, options.host, options.port, token, ready))
     return 0
-
-
-def places() -> list[Path]:
-    """The folders that runs and evaluations are kept in."""
-    return [Path(default_of(name)) for name in ("runs_dir", "evals_dir")]
-
-
-def found(given: str) -> Path:
-    """The path of a run, an evaluation or a file, by its name or its path."""
-    for path in (*(place / given for place in places()), Path(given)):
-        if path.exists():
-            return path
-    known = [folder.name for place in places() for folder in place.glob("*/")]
-    raise ConfigError(f"there is no run, evaluation or file {given!r} (see: envgym runs).{did_you_mean(given, known)}")

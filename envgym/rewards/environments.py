@@ -140,7 +140,7 @@ class RewardSpec(DataEnvSpec):
                 self._parameters.check(await tasks.get(0), self._aliases, from_data=self.config.data is not None)
         if self.config.processes:
             self._processes = Processes(
-                "envgym.env.rewards.functions:FunctionHost",
+                "envgym.rewards.functions:FunctionHost",
                 {"target": self._target()},
                 count=self.config.processes,
                 name=self.name,

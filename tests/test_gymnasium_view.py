@@ -12,8 +12,8 @@ from gymnasium.utils.env_checker import check_env
 
 import envgym
 from envgym import registry
-from envgym.env.gymnasium_view import GymnasiumView
 from envgym.errors import NameNotFound, ResetNeeded
+from envgym.gymnasium_view import GymnasiumView
 
 
 class TwoTurns(envgym.Env):
@@ -101,7 +101,7 @@ def test_a_mistake_is_the_registrys():
 
 
 def test_without_gymnasium_one_line_says_what_to_install():
-    code = "import sys; sys.modules['gymnasium'] = None; import envgym.env.gymnasium_view"
+    code = "import sys; sys.modules['gymnasium'] = None; import envgym.gymnasium_view"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MissingDependency" in done.stderr
     assert "pip install 'gymnasium>=" in done.stderr

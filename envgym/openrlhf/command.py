@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import shutil
@@ -11,20 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from envgym.cli import load_command
+from envgym.cli.errors import Invocation
+from envgym.cli.parser import Parser
 from envgym.errors import ConfigError
 
-from .errors import Invocation
-from .parser import Parser
-
 if TYPE_CHECKING:
-    from envgym.openrlhf.translation import Translation
+    from .translation import Translation
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which launchers tell ranks apart. Ours start their own."""
 
+SUMMARY = "run a command line of OpenRLHF"
+
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
-    from envgym.openrlhf import PROGRAMS, entry_point, help_of, translate, translate_file
+    from .rlhf import entry_point, translate_file
+    from .table import PROGRAMS, help_of
+    from .translate import translate
 
     parser = Parser(
         "openrlhf",
@@ -105,8 +108,7 @@ def _shown(made: Translation) -> str:
 
 def _run(made: Translation, invocation: Invocation) -> int:
     os.environ.update(made.environ)
-    command = importlib.import_module(f".{made.command.replace('-', '_')}", __package__)
-    status: int = command.main(made.arguments[1:], invocation)
+    status: int = load_command(made.command).main(made.arguments[1:], invocation)
     if status == 0 and made.save_path is not None:
         shutil.copytree(made.run / made.kept, made.save_path, dirs_exist_ok=True)
     if status == 0 and made.finish is not None:

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
-from envgym import registry
-from envgym.errors import missing_package
-from envgym.types import Action, Message, Observation
+from . import registry
+from .errors import missing_package
+from .types import Action, Message, Observation
 
 try:
     import gymnasium

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from envgym.cli.errors import Invocation
+from envgym.cli.parser import Parser, find_path
 from envgym.errors import ConfigError
 
-from .errors import Invocation
-from .parser import Parser
-from .view import found
+SUMMARY = "write a run as one HTML file to look at"
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise ConfigError(f"--episodes is a number of episodes, 0 or more, not {options.episodes}")
     if not 0 < options.megabytes < math.inf:
         raise ConfigError(f"--megabytes is a size above 0, not {options.megabytes:g}")
-    path = found(options.run)
+    path = find_path(options.run)
     out = Path(options.out or f"{path.resolve().name.partition('.')[0]}.html")
 
     from envgym.view.export import export, is_export

@@ -1,0 +1,1 @@
+"""Commands of `envgym` that look at runs: `view`, `export`, `runs`. Each has a file."""
