@@ -20,14 +20,14 @@ ACCEPTANCE := tests/acceptance
 test-slow-training: .venv/installed-dev  ## Each part takes less than an hour and writes tests/results/
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,main_job.py repeatable.py sync_is_checked.py \
 		lora.py turns_and_tools.py placements.py no_survivors.py old_folders.py) \
-		tests/training tests/rollout tests/models tests/test_end_to_end.py
+		tests/training tests/launch tests/rollout tests/models tests/test_end_to_end.py
 
 test-slow-workers: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow tests/acceptance/test_cluster.py tests/workers tests/engines tests/learners
 
 test-slow-environments: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,sandbox_abuse.py users_files.py) \
-		tests/check tests/env tests/envs tests/remote tests/view
+		tests/check tests/env tests/envs tests/sandbox tests/remote tests/view
 
 test-slow-commands: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py \

@@ -35,7 +35,7 @@ from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import absolute_target, check_class, load_class, load_function, names_file, offered, split_target
 
 PYTHON = "python:"
-"""What names an import path whatever schemes there are: `python:package.module:Class`."""
+"""Before an import path, so that it is one whatever schemes there are: `python:package.module:Class`."""
 
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 

@@ -4,7 +4,6 @@ All but the last tests read the sources, so that an import inside a function cou
 """
 
 import ast
-import contextlib
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.rewards", "envgym.processes.pool", "envgym.loading", "envgym.hashing",
+        "envgym.registry", "envgym.rewards", "envgym.processes", "envgym.sandbox", "envgym.loading", "envgym.hashing",
         "envgym.settings",
     },
     "agents": {
@@ -40,7 +39,7 @@ FOREIGN = {
     "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.rollout.transcript"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""
-SEE_THE_RUN = ("api.py", "cli", "config", "evaluation", "training")
+SEE_THE_RUN = ("api.py", "cli", "config", "evaluation", "launch", "training")
 """What may import `RunConfig` and `StageConfig`."""
 RUN_IN_WORKERS = ("envgym/engines/", "envgym/workers/", "learners/losses.py")
 """Modules that only a process with a model in it imports. Their light neighbours are told by the last test."""
@@ -170,15 +169,67 @@ def _run_sometime(node):
         yield from _run_sometime(child)
 
 
-def test_no_module_is_imported_by_what_it_imports():
+TARGET = re.compile(r"(envgym(?:\.\w+)+):\w+")
+
+
+def room_of(module):
+    """The room of `docs/architecture.md` that a module is in."""
+    return (module.split(".")[1:2] or ["__init__"])[0]
+
+
+def rooms_and_what_they_import():
+    """Room -> the modules of others that it imports, targets written as text (`"envgym.room.module:Name"`) included."""
     graph = import_graph()
-    with contextlib.suppress(CycleError):
-        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
-        pytest.fail("circles are not found")
+    for folder in ("envgym", *LINKED):
+        for path in sources(folder):
+            texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            targets = (TARGET.fullmatch(text) for text in texts if isinstance(text, str))
+            graph[module_of(path).removesuffix(".__init__")] |= {target[1] for target in targets if target}
+    rooms = {}
+    for module, others in graph.items():
+        rooms.setdefault(room_of(module), set()).update(other for other in others if room_of(other) != room_of(module))
+    return rooms
+
+
+def test_no_rooms_import_each_other_and_each_imports_from_its_floor_and_below():
+    """By the picture in `docs/architecture.md`, without an exception."""
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[3]
+    floors = [re.split(r"  +", line[26:].strip()) for line in picture.strip("\n").splitlines()]
+    height = {room: len(floors) - number for number, floor in enumerate(floors) for room in floor}
+    rooms = rooms_and_what_they_import()
+    assert set(rooms) - {"__init__"} == set(height)
+    upward = [
+        f"{room} imports {module}"
+        for room, modules in rooms.items()
+        for module in sorted(modules)
+        if room != "__init__" and height[room_of(module)] > height[room]
+    ]
+    assert upward == []
+    check_for_circles({room: {room_of(module) for module in modules} for room, modules in rooms.items()})
+
+
+def test_environments_import_no_other_environment():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in import_graph().items()
+        for other in others
+        if module.startswith("envgym.envs.") and other.startswith("envgym.envs.")
+        if module.split(".")[2] != other.split(".")[2]
+    ]
+    assert wrong == []
+
+
+def check_for_circles(graph):
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_no_module_is_imported_by_what_it_imports():
+    with pytest.raises(pytest.fail.Exception, match=r"a <- b <- a|b <- a <- b"):
+        check_for_circles({"a": {"b"}, "b": {"a"}})
+    check_for_circles(import_graph())
 
 
 def test_only_those_that_run_a_whole_run_see_its_configuration():
@@ -252,13 +303,13 @@ def test_what_counts_as_a_name(source, found):
 
 
 def test_the_core_knows_nobodys_name():
-    """Help may show names in examples; nothing else in envgym/ may hold one, but for the recipes and for what
-    translates another program's names into ours."""
+    """Help may show names in examples; nothing else in envgym/ may hold one, but for the recipes, for what
+    translates another program's names into ours, and for the jail, which knows `/bin/rm`."""
     names = known_names()
     wrong = [
         f"{path.relative_to(ROOT)}:{line} says {word!r}"
         for path in sources("envgym")
-        if path.parent.name not in ("recipes", "openrlhf")
+        if path.parent.name not in ("recipes", "openrlhf", "jail")
         for line, word in words_with_a_name(path.read_text(encoding="utf-8"), names, examples="cli" in path.parts)
     ]
     assert wrong == []

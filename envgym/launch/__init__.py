@@ -1,1 +1,1 @@
-"""What training and evaluation both start from: components, where they run, and the memory that they need."""
+"""The start of training and evaluation alike: components, where they run, and the memory that they need."""
