@@ -90,7 +90,9 @@ MORE_NOTATIONS: list[tuple[str, Write] | tuple[str, Write, list[tuple[str, str, 
         ("Write the line.", f"y = {a}x + {b}", f"y={a}x+{b}") for a, b in PAIRS
     ] + [("Expand.", f"{a}x^2 + {b}x - 1", f"{a}x^2+{b}x-1") for a, b in PAIRS]
       + [("What is the number?", f"{a} + {b}i", f"{a}+{b}i") for a, b in PAIRS]),
-    ("`\\frac12`", _replaced(r"\\frac\{(\d)\}\{(\d)\}", r"\\frac\1\2")),
+    ("`\\frac12`", _replaced(r"\\frac\{(\d)\}\{(\d)\}", r"\\frac\1\2"), [
+        ("What is the slope?", rf"\frac{{{a}}}{{{b}}}", rf"\frac{a}{b}") for a in (1, 2, 4, 5) for b in (3, 7, 9)
+    ]),
     ("`{a \\over b}`", _replaced(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"{\1 \\over \2}")),
     ("`\\frac{-a}{b}` for `-\\frac{a}{b}`", _replaced(r"^-\\frac\{", r"\\frac{-"), [
         ("What is the slope?", rf"-\frac{{{a}}}{{{b}}}", rf"\frac{{-{a}}}{{{b}}}") for a, b in PAIRS
@@ -102,7 +104,7 @@ MORE_NOTATIONS: list[tuple[str, Write] | tuple[str, Write, list[tuple[str, str, 
     ]),
     ("braces around exponents", _replaced(r"\^(\d)", r"^{\1}"), [
         ("Simplify.", f"{a}x^{b} + {b}", f"{a}x^{{{b}}} + {b}") for a, b in PAIRS
-    ]),
+    ] + [("Simplify.", f"{a}y^{b}", f"{a}y^{{{b}}}") for a, b in PAIRS]),
     ("braces around a base", _replaced(r"_(\d)$", r"_{\1}"), [
         ("Write it in the base.", f"{n}_{b}", f"{n}_{{{b}}}")
         for n in (101, 214, 1203, 322, 4210) for b in (5, 6, 7, 8, 9)
@@ -122,7 +124,7 @@ MORE_NOTATIONS: list[tuple[str, Write] | tuple[str, Write, list[tuple[str, str, 
     ]),
     ("the root before the number", _replaced(r"^(\d+) ?\\sqrt\{(\d+)\}$", r"\\sqrt{\2} \\cdot \1"), [
         ("How long?", rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}} \cdot {a}") for a, b in ROOTS
-    ]),
+    ] + [("How long?", rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}} \cdot {a}") for a in (3, 4, 9) for b in (2, 7, 11, 14, 17)]),
     ("`+\\infty`", _replaced(r"(?<![-+])\\infty", r"+\\infty"), [
         ("Solve.", rf"({a},\infty)", rf"({a}, +\infty)") for a in range(-10, 10)
     ] + [("Solve.", rf"[{a},\infty)", rf"[{a}, +\infty)") for a in range(-10, 10)]),
