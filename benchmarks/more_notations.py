@@ -124,7 +124,7 @@ MORE_NOTATIONS: list[tuple[str, Write] | tuple[str, Write, list[tuple[str, str, 
     ]),
     ("the root before the number", _replaced(r"^(\d+) ?\\sqrt\{(\d+)\}$", r"\\sqrt{\2} \\cdot \1"), [
         ("How long?", rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}} \cdot {a}") for a, b in ROOTS
-    ] + [("How long?", rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}} \cdot {a}") for a in (3, 4, 9) for b in (2, 7, 11, 14, 17)]),
+    ] + [("How long?", rf"{a}\sqrt{{{b}}}", rf"\sqrt{{{b}}} \cdot {a}") for a in (3, 4, 9) for b in (2, 7, 11, 14)]),
     ("`+\\infty`", _replaced(r"(?<![-+])\\infty", r"+\\infty"), [
         ("Solve.", rf"({a},\infty)", rf"({a}, +\infty)") for a in range(-10, 10)
     ] + [("Solve.", rf"[{a},\infty)", rf"[{a}, +\infty)") for a in range(-10, 10)]),
