@@ -25,8 +25,9 @@ from envgym.engines.openai import OpenAIEngine
 from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
-from envgym.services import Chat, http
+from envgym.services import Chat
 from envgym.training.launch import make_agent, make_runner, running, set_up, start_sampling
 from envgym.training.run_folder import RunFolder
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
