@@ -25,17 +25,17 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.rewards", "envgym.processes", "envgym.sandbox", "envgym.loading", "envgym.hashing",
-        "envgym.settings",
+        "envgym.registry", "envgym.rewards", "envgym.net", "envgym.processes", "envgym.sandbox", "envgym.loading",
+        "envgym.hashing", "envgym.settings",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.rollout.transcript",
+        "envgym.rollout.transcript", "envgym.net",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings"},
 }  # fmt: skip
 FOREIGN = {
-    "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.remote", "envgym.render"},
+    "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render"},
     "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.rollout.transcript"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""

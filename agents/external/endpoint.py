@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from envgym.errors import EnvgymError, InvalidOutcome
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
+from envgym.net.listening import listen
+from envgym.net.server import MAX_BODY, running
 from envgym.rollout.transcript import OutOfBudget
 
 from . import chat_api, responses_api
@@ -24,8 +26,6 @@ from .chat_api import refusal
 from .conversation import Answer, Conversation
 from .peers import program_of
 
-MAX_BODY = 64 * 2**20
-"""Bytes of the largest request taken."""
 TICKET = "envgym_session"
 """Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
 
@@ -60,10 +60,10 @@ class Endpoint:
         self._host = host
         self._port = port
         self._sessions: dict[str, Session] = {}
-        self._users = 0
         self._lock = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
+        self._running = AsyncExitStack()
         self._address = ""
+        """The URL while it listens."""
 
     @asynccontextmanager
     async def session(self, conversation: Conversation) -> AsyncIterator[Access]:
@@ -72,9 +72,11 @@ class Endpoint:
         Raises `InvalidOutcome` where the endpoint cannot listen at its address. Where a request could not be answered,
         the conversation's error is raised at the end: it is the cause, whatever the program made of it.
         """
-        await self._enter()
         name, key = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
-        self._sessions[name] = Session(conversation, key)
+        async with self._lock:
+            if not self._address:
+                await self._start()
+            self._sessions[name] = Session(conversation, key)
         try:
             yield Access(f"{self._address}/{name}/v1", key, f"{name}.{key}")
             if conversation.error is not None:
@@ -93,35 +95,25 @@ class Endpoint:
         whatever key they show."""
         self._sessions[access.ticket.partition(".")[0]].program = program
 
-    async def _enter(self) -> None:
-        async with self._lock:
-            if self._runner is None:
-                self._runner = await self._start()
-            self._users += 1
-
-    async def _start(self) -> web.AppRunner:
+    async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
             app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, chat_api.Request))
             app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, responses_api.Request))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
-        except OSError as error:
-            await runner.cleanup()
-            where = f"{self._host}:{self._port}"
-            raise InvalidOutcome("agent", f"the policy cannot be served at {where}: {error.strerror}") from None
-        self._address = f"http://{self._host}:{runner.addresses[0][1]}"
-        return runner
+            listener = self._running.enter_context(listen(self._host, self._port, refusal=None))
+        except ConfigError as error:
+            where, reason = f"{self._host}:{self._port}", str(error).partition(f":{self._port}: ")[2]
+            raise InvalidOutcome("agent", f"the policy cannot be served at {where}: {reason}") from None
+        await self._running.enter_async_context(running(app, listener, drain=1.0))
+        self._address = f"http://{self._host}:{listener.getsockname()[1]}"
 
     async def _leave(self) -> None:
         async with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._runner is not None:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            if not self._sessions:
+                self._address = ""
+                await self._running.aclose()
 
     # -- routes -------------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, SamplingParams
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
+from envgym.net.client import Refused, Unreachable
 from envgym.render.spelling import after_prompt
 from envgym.render.tool_calls import written_call
 from envgym.services.chat import ChatCompletions, first_choice, usage_of
 from envgym.services.declarations import Chat
-from envgym.services.http import Refused, Unreachable
 from envgym.types import Message, StopReason, TextPart, ToolCall
 
 CUT = ("length", "max_tokens", "model_length")

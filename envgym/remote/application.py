@@ -14,16 +14,18 @@ from typing import Any
 from aiohttp import WSCloseCode, web
 
 from envgym.env import EnvSpec
+from envgym.net.problems import Problem
+from envgym.net.server import RETRY_SECONDS, SERVER, Connections, problem_of, running
+from envgym.net.tokens import Client, Tokens
 
-from .access import Client, Tokens
-from .admission import RETRY_SECONDS, SERVER, Admission, Call, Connections, Limits, problem_answer, problem_response
+from .admission import Call, Limits, call_of_message, call_of_request
 from .channel import Answering, end, server_socket
 from .encoding import encode
 from .metrics import CONTENT_TYPE, ServerMetrics
 from .routes import Route, document
 from .served_env import ServedEnv
 from .sessions import Sessions
-from .wire import Alive, Answer, EnvList, Group, Health, Heartbeat, Opening, Problem, ProblemBody, Step, TaskQuery
+from .wire import Alive, Answer, EnvList, Group, Health, Heartbeat, Opening, Step, TaskQuery
 
 SHUTDOWN_SECONDS = 0.5
 """Time limit for sending answers at the end. Earlier requests have had the time to drain."""
@@ -41,7 +43,7 @@ class Application:
         }
         self.sessions = Sessions(self._environments, limits, self._counts)
         self._limits = limits
-        self._admission = Admission(limits, tokens)
+        self._tokens = tokens
         self._openapi = document(list(specs), tokens=tokens is not None)
         self._channels: dict[Answering, tuple[web.WebSocketResponse, asyncio.Transport]] = {}
         self._is_ending = False
@@ -50,18 +52,18 @@ class Application:
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
         """Answer requests on `listener`; on leaving, let those in flight finish and close every session."""
-        runner = web.ServerRunner(Connections(self._handle, self._limits.max_body), shutdown_timeout=SHUTDOWN_SECONDS)
-        await runner.setup()
-        reaper = asyncio.create_task(self._reap())
+        connections = Connections(self._handle, self._limits.max_body, self._count)
         try:
-            await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
-            yield
+            async with running(connections, listener, tls=tls, drain=SHUTDOWN_SECONDS):
+                reaper = asyncio.create_task(self._reap())
+                try:
+                    yield
+                finally:
+                    self.sessions.draining = self._is_ending = True
+                    reaper.cancel()
+                    channels = list(self._channels.values())
+                    await asyncio.gather(*(end(link, WSCloseCode.GOING_AWAY, below) for link, below in channels))
         finally:
-            self.sessions.draining = self._is_ending = True
-            reaper.cancel()
-            channels = list(self._channels.values())
-            await asyncio.gather(*(end(link, WSCloseCode.GOING_AWAY, below) for link, below in channels))
-            await runner.cleanup()
             await self.sessions.close_all()
 
     async def drain(self) -> None:
@@ -143,7 +145,8 @@ class Application:
         socket = server_socket()
         transport = None if call.request is None else call.request.transport
         if call.request is None or transport is None or not socket.can_prepare(call.request):
-            raise _UpgradeRequired()
+            upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+            raise Problem(426, "invalid-request", "this path is for a WebSocket", headers=upgrade)
         if self._is_ending:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         socket.headers["Server"] = SERVER
@@ -165,19 +168,14 @@ class Application:
     # -- from request to answer ---------------------------------------------------------------------------
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; every error is a problem, and the server lives on."""
-        try:
-            route, call = await self._admission.of_request(request)
-            # In a task of its own: what an environment's step leaves in its context is not the next request's.
-            working = asyncio.create_task(self._carry_out(route, call))
-            if route.name != "channel":
-                self._in_flight.add(working)
-                working.add_done_callback(self._in_flight.discard)
-            answer = await working
-        except Problem as problem:
-            return self._refuse(request, problem)
-        except Exception:
-            return self._refuse(request, _defect(request.method, request.rel_url.raw_path))
+        """The answer to one request. Raises a `Problem`, or what is a defect of ours; the server lives on."""
+        route, call = await call_of_request(request, self._limits, self._tokens)
+        # In a task of its own: what an environment's step leaves in its context is not the next request's.
+        working = asyncio.create_task(self._carry_out(route, call))
+        if route.name != "channel":
+            self._in_flight.add(working)
+            working.add_done_callback(self._in_flight.discard)
+        answer = await working
         if isinstance(answer, web.StreamResponse):
             return answer
         head = {"Content-Type": answer.content_type, "Server": SERVER} if answer.content_type else {"Server": SERVER}
@@ -186,14 +184,13 @@ class Application:
     async def _answer(self, client: Client, method: str, target: str, body: bytes) -> Answer:
         """The answer to a request over a channel, whose every error is a problem."""
         try:
-            answer = await self._carry_out(*self._admission.of_message(client, method, target, body))
+            answer = await self._carry_out(*call_of_message(client, method, target, body, self._limits))
             assert isinstance(answer, Answer)
             return answer
-        except Problem as problem:
-            self._count_refusal(problem.body)
-            return problem_answer(problem)
-        except Exception:
-            return problem_answer(_defect(method, target))
+        except Exception as error:
+            problem = problem_of(error, method, target)
+        self._count(problem)
+        return Answer(problem.status, problem.content_type, problem.content)
 
     async def _carry_out(self, route: Route, call: Call) -> Answer | web.WebSocketResponse:
         answer: bytes | Answer | web.WebSocketResponse | None = await getattr(self, route.name)(call)
@@ -201,28 +198,9 @@ class Application:
             return Answer(200, "application/json", answer)
         return _DONE if answer is None else answer
 
-    def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
-        self._count_refusal(problem.body)
-        response = problem_response(problem)
-        if isinstance(problem, _UpgradeRequired):
-            response.headers.update(Connection="Upgrade", Upgrade="websocket")
-        if not request.content.is_eof():  # the rest of the body is not wanted
-            response.force_close()
-        return response
-
-    def _count_refusal(self, problem: ProblemBody) -> None:
-        if problem.kind not in ("environment-error", "environment-timeout"):
-            self._counts.rejected.labels(problem.kind).inc()
-
-
-def _defect(method: str, target: str) -> Problem:
-    logger.exception("%s %s", method, target)
-    return Problem(500, "internal-error", "a defect of the server; its log has more")
+    def _count(self, problem: Problem) -> None:
+        if problem.body.kind not in ("environment-error", "environment-timeout"):
+            self._counts.rejected.labels(problem.body.kind).inc()
 
 
 _DONE = Answer(204, "", b"")
-
-
-class _UpgradeRequired(Problem):
-    def __init__(self) -> None:
-        super().__init__(426, "invalid-request", "this path is for a WebSocket")

@@ -16,6 +16,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, TaskSet
 from envgym.episodes.record import to_record
 from envgym.errors import ConfigError, EnvgymError
+from envgym.net.retries import pauses
+from envgym.net.server import MAX_BODY
 from envgym.types import Episode, Judgement, Task
 
 from .access import Access, access, parse_address
@@ -24,7 +26,7 @@ from .registration import Listener, Listening, RegisteredServers, split_port
 from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
 from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, RemoteError, Transport, as_error
-from .wire import MAX_BODY, MAX_GROUP, EnvDescription, Group, Method, Verdict, Verdicts
+from .wire import MAX_GROUP, EnvDescription, Group, Method, Verdict, Verdicts
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -234,7 +236,7 @@ class RemoteEnvSpec(EnvSpec):
         if content is not None and len(content) > MAX_BODY:
             what = f"{self.id}: a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
             raise RemoteError("refused", what, retryable=False)
-        ends, gives_up, pause = now() + config.timeout, 0.0, FIRST_PAUSE
+        ends, gives_up, waits = now() + config.timeout, 0.0, pauses(FIRST_PAUSE, LONGEST_PAUSE)
         failed: set[Replica] = set()
         may_pass = False
         while True:
@@ -260,6 +262,7 @@ class RemoteEnvSpec(EnvSpec):
                     gives_up = gives_up or min(ends, since + config.reconnect)
                 if replicas.unasked(failed):
                     continue
+                pause = next(waits)
                 if not replicas.anyone:
                     gives_up = 0.0  # the next one to register is tried as long
                 elif not may_pass or now() + pause >= gives_up:
@@ -268,7 +271,6 @@ class RemoteEnvSpec(EnvSpec):
                 replica.is_up()
                 return answer
             await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
             failed.clear()
 
     async def describe(self, replica: Replica, patience: float) -> EnvDescription:

@@ -24,14 +24,16 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from envgym.errors import ConfigError, EnvgymError
+from envgym.net.listening import is_loopback, listen, tls_context
+from envgym.net.problems import Problem
+from envgym.net.server import SERVER, Connections, admitted, parse, read_json, running
+from envgym.net.tokens import Client, Tokens
 
-from .access import ANYONE, Access, Address, Client, Tokens, access, parse_address, refuse_web_pages
-from .admission import SERVER, Connections, parse, problem_response, read_json
+from .access import Access, Address, access, parse_address
 from .encoding import encode
-from .listening import is_loopback, listen, tls_context
 from .replicas import Replica, Replicas
 from .transport import Counters, RemoteError, Transport
-from .wire import VERSION, Problem, Registered, Registration
+from .wire import VERSION, Registered, Registration
 
 PATH = "/v1/servers"
 LEASE_SECONDS = 20.0
@@ -198,7 +200,7 @@ class Listener:
         self._settings = settings
         self._tokens = None if settings.token_file is None else Tokens.read(settings.token_file.expanduser())
         self._environments: list[RegisteredServers] = []
-        self._runner = web.ServerRunner(Connections(self._handle, MAX_REGISTRATION), shutdown_timeout=1.0)
+        self._running = contextlib.AsyncExitStack()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -227,7 +229,7 @@ class Listener:
                 listener._environments.remove(servers)
                 if not listener._environments:
                     del listeners[settings.address]
-                    await listener._runner.cleanup()
+                    await listener._running.aclose()
 
     async def _listen(self) -> None:
         settings = self._settings
@@ -239,29 +241,19 @@ class Listener:
         listener = listen(host.strip("[]"), int(port), refusal=None if self._tokens else refusal)
         if tls is None and not is_loopback(str(listener.getsockname()[0])):
             logger.warning("servers register at %s without TLS: tokens can be read on the way", settings.address)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=128, ssl_context=tls).start()
+        connections = Connections(self._answer, MAX_REGISTRATION)
+        await self._running.enter_async_context(running(connections, listener, tls=tls, drain=1.0))
 
-    async def _handle(self, request: web.BaseRequest) -> web.Response:
-        try:
-            client = ANYONE
-            if self._tokens is None:
-                refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
-            else:
-                client = self._tokens.client(request.headers.get("Authorization"))
-            if request.method != "POST" or not request.path.endswith(PATH):
-                raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
-            body = await read_json(request, MAX_REGISTRATION, BODY_SECONDS)
-            registration = self._checked(parse(Registration, body))
-            asked = [servers.register(registration, client) for servers in self._environments]
-            problems = tuple(problem for problem in await asyncio.gather(*asked) if problem)
-            answer = encode(Registered(lease_seconds=LEASE_SECONDS, problems=problems))
-            return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
-        except Problem as problem:
-            response = problem_response(problem)
-        if not request.content.is_eof():  # the rest of the body is not wanted
-            response.force_close()
-        return response
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        client = admitted(request, self._tokens)
+        if request.method != "POST" or not request.path.endswith(PATH):
+            raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
+        body = await read_json(request, MAX_REGISTRATION, BODY_SECONDS)
+        registration = self._checked(parse(Registration, body))
+        asked = [servers.register(registration, client) for servers in self._environments]
+        problems = tuple(problem for problem in await asyncio.gather(*asked) if problem)
+        answer = encode(Registered(lease_seconds=LEASE_SECONDS, problems=problems))
+        return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
 
     def _checked(self, registration: Registration) -> Registration:
         if registration.version != VERSION:

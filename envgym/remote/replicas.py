@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from envgym.errors import ConfigError
+from envgym.net.retries import pauses
 
 from .access import Address
 from .encoding import encode
@@ -115,7 +116,7 @@ class Replica:
         self.stated_room: int | None = None
         self.down = False
         self.try_at = 0.0
-        self._pause = FIRST_PAUSE
+        self._pauses = pauses(FIRST_PAUSE, LONGEST_PAUSE)
         self._asking: asyncio.Task[EnvDescription] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -165,8 +166,8 @@ class Replica:
 
     def is_up(self) -> None:
         """It answered."""
-        was_down, self.down, self._pause = self.down, False, FIRST_PAUSE
-        if was_down:
+        if self.down:
+            self.down, self._pauses = False, pauses(FIRST_PAUSE, LONGEST_PAUSE)
             self.on_room()
 
     def is_down(self) -> None:
@@ -178,8 +179,7 @@ class Replica:
         if not self.down:
             logger.warning("%s cannot be reached, or does not work", self.address)
         self.down = True
-        self.try_after(self._pause)
-        self._pause = min(self._pause * 2, LONGEST_PAUSE)
+        self.try_after(next(self._pauses))
 
     def try_after(self, seconds: float) -> None:
         """Leave it out for so long; then whoever waits for a place may try it."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from envgym.episodes.record import to_record
+from envgym.net.problems import Problem, ProblemBody
 from envgym.types import Episode, Outcome, Task
 
 from . import wire
@@ -58,20 +59,24 @@ for _route in ROUTES:
     _by_parts.setdefault(tuple(re.sub("{.*}", "{}", _route.path).split("/")), {})[_route.method] = _route
 
 
-def match(path: str) -> tuple[Mapping[str, Route], list[str]]:
-    """The routes by method at a path as it was sent (still quoted), and what stands for the braces in it.
+def match(path: str, method: str) -> tuple[Route, list[str]]:
+    """The route at a path as it was sent (still quoted), and what stands for the braces in it.
 
-    Raises a 404 `Problem`. A quoted slash does not part the path.
+    Raises a 404 or a 405 `Problem`. A quoted slash does not part the path. It is not aiohttp's router, since most
+    requests are none of aiohttp's: a message of the channel is a path and a body, and a request object for each would
+    cost more than all else that is done for one.
     """
     parts = path.split("/")
-    exact = _by_parts.get(tuple(parts))
-    if exact is not None and "{" not in path:
-        return exact, []
-    if len(parts) > _VARIABLE and parts[_VARIABLE]:
+    routes, values = _by_parts.get(tuple(parts)) if "{" not in path else None, list[str]()
+    if routes is None and len(parts) > _VARIABLE and parts[_VARIABLE]:
         routes = _by_parts.get((*parts[:_VARIABLE], "{}", *parts[_VARIABLE + 1 :]))
-        if routes is not None:
-            return routes, [unquote(parts[_VARIABLE])]
-    raise wire.Problem(404, "not-found", "there is nothing at this path; GET /openapi.json lists what there is")
+        values = [unquote(parts[_VARIABLE])]
+    if routes is None:
+        raise Problem(404, "not-found", "there is nothing at this path; GET /openapi.json lists what there is")
+    if method not in routes:
+        allowed = ", ".join(sorted({*routes, *(["HEAD"] if "GET" in routes else [])}))
+        raise Problem(405, "invalid-request", f"this path answers {allowed}", headers={"Allow": allowed})
+    return routes[method], values
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -108,7 +113,7 @@ _PROBLEM = {
 def document(envs: Sequence[str], *, tokens: bool) -> bytes:
     """The document as JSON, of a server of the environments called `envs`; `tokens`: whether it asks for them."""
     models = {model for route in ROUTES for model in (route.body, route.answer) if isinstance(model, type)}
-    wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {wire.ProblemBody}]
+    wanted: list[tuple[type[BaseModel], Any]] = [(model, "validation") for model in models | {ProblemBody}]
     wanted.sort(key=lambda pair: pair[0].__name__)
     schemas = models_json_schema(wanted, ref_template=_REF)[1]["$defs"]
     schemas["Opening"]["properties"]["env"]["enum"] = ["", *envs]

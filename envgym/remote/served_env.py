@@ -16,13 +16,14 @@ from envgym.env import EnvSpec, TaskSet
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.loading import names_file
+from envgym.net.problems import Problem
 from envgym.processes.cancellation import is_shutdown
 from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
 
 from .encoding import encode
 from .metrics import ServerMetrics
-from .wire import EnvDescription, Group, Problem, Split, TaskPage, TaskQuery, Verdict, Verdicts
+from .wire import EnvDescription, Group, Split, TaskPage, TaskQuery, Verdict, Verdicts
 
 SPLITS = ("train", "test")
 HASHED, HASH_SECONDS = 5, 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import re
@@ -12,12 +11,12 @@ from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.services import Policy, start_services
+from envgym.net.listening import is_loopback, listen, stop_signals, tls_context, until_stopped, url_of
+from envgym.net.tokens import Tokens
+from envgym.services import check_servable, start_services
 
-from .access import Tokens
 from .admission import Limits
 from .application import Application
-from .listening import is_loopback, listen, stop_signals, tls_context
 from .registration import Announcement, Announcer
 
 OPEN_FILES = 65_536
@@ -64,45 +63,30 @@ async def serve(
     tokens = None if token_file is None else Tokens.read(token_file)
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
     allow_open_files()
-    stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=None if tokens else REFUSAL))
-        bound, bound_port = listener.getsockname()[:2]
+        bound = listener.getsockname()[0]
         if tls is None and not is_loopback(bound):
             logger.warning(
                 "serving on %s without TLS: tokens and episodes can be read on the way; give --tls-cert and --tls-key, "
                 "or put a proxy with TLS before it",
                 bound,
             )
-        stack.enter_context(stop_signals(stopping))
+        stopping = stack.enter_context(stop_signals())
         for spec in specs.values():
             await stack.enter_async_context(start_services(spec))
         application = Application(specs, limits, tokens)
         await stack.enter_async_context(application.running(listener, tls))
-        address = f"[{bound}]" if ":" in bound else bound
-        url = f"{'http' if tls is None else 'https'}://{address}:{bound_port}"
+        url = url_of(listener, tls)
         announcer = None if announcement is None else Announcer(announcement, url, on_registered)
         on_ready(url)
         if announcer is None:
             await stopping.wait()
         else:
             stack.push_async_callback(announcer.close)
-            await _announce(announcer, stopping)
+            await until_stopped(announcer.run(), stopping)
+            await announcer.leave()
         await application.drain()
-
-
-async def _announce(announcer: Announcer, stopping: asyncio.Event) -> None:
-    """Register until the server is asked to stop, and then say that it leaves."""
-    registering, stopped = asyncio.create_task(announcer.run()), asyncio.create_task(stopping.wait())
-    try:
-        await asyncio.wait([registering, stopped], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        registering.cancel()
-        stopped.cancel()
-        await asyncio.wait([registering, stopped])
-    if not registering.cancelled():
-        registering.result()
-    await announcer.leave()
 
 
 def allow_open_files() -> None:
@@ -126,13 +110,3 @@ def check_name(name: str) -> None:
     """Raise `ConfigError` for a name that cannot stand in the server's addresses."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ConfigError(f"an environment cannot be served as {name!r}: choose a name and write NAME=E")
-
-
-def check_servable(spec: EnvSpec) -> None:
-    """Raise `ConfigError` for what a client would silently play differently from the local environment."""
-    for part in (spec, *spec.parts()):
-        if opponents := [name for name, service in part.services.items() if isinstance(service, Policy)]:
-            raise ConfigError(
-                f"environment {part.id} plays against the policy in training ({opponents[0]}), which is not here: give "
-                "it another model, or train without a server"
-            )

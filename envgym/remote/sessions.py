@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
+from envgym.net.problems import Problem, ProblemKind
+from envgym.net.server import RETRY_SECONDS
+from envgym.net.tokens import Client
 from envgym.processes.cancellation import is_shutdown
 from envgym.types import Action
 
-from .access import Client
-from .admission import RETRY_SECONDS, Limits
+from .admission import Limits
 from .encoding import encodable_info, encode
 from .metrics import ServerMetrics
 from .served_env import ServedEnv
-from .wire import Opened, Opening, Problem, ProblemKind, Step, Stepped
+from .wire import Opened, Opening, Step, Stepped
 
 CLOSE_SECONDS = 10.0
 """Time limit for an environment to stop and to close."""

@@ -13,12 +13,15 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, InvalidOutcome, InvalidStep, ResetNeeded
+from envgym.net.problems import ProblemBody
+from envgym.net.retries import pauses
+from envgym.net.server import MAX_BODY
 from envgym.processes.cancellation import is_being_cancelled
 from envgym.processes.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, unreachable
 from .channel import CHANNEL_BODY, CHANNEL_PATH, MAX_MESSAGE, PING_SECONDS, Asking
-from .wire import MAX_BODY, Answer, Method, ProblemBody
+from .wire import Answer, Method
 
 FIRST_PAUSE = 0.2
 """Seconds before the second try; doubled before each further one."""
@@ -175,7 +178,7 @@ class Transport:
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
         now = asyncio.get_running_loop().time
-        pause, give_up_at = FIRST_PAUSE, None
+        waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), None
         while True:
             if self._closed:  # a server that left for good, say
                 raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=True)
@@ -202,9 +205,9 @@ class Transport:
             logger.debug("%s %s: %s", method, path, failure)
             if wait is None:
                 give_up_at = now() + patience if give_up_at is None else give_up_at
-                if now() + pause > give_up_at:
+                wait = next(waits)
+                if now() + wait > give_up_at:
                     raise failure
-                wait, pause = pause, min(pause * 2, LONGEST_PAUSE)
             self.counters.retries += 1
             await asyncio.sleep(wait)
 

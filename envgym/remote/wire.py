@@ -25,12 +25,10 @@ from pydantic import (
 )
 
 from envgym.episodes.record import decode, decode_mapping, encode
-from envgym.errors import printable_line
+from envgym.net.problems import Line, ProblemBody
 from envgym.types import Action, Observation, Task
 
 VERSION = 4
-MAX_BODY = 64 * 2**20
-"""Bytes of the largest request taken: an action carries its token ids, a task its whole row, a group its episodes."""
 MAX_PAGE = 1000
 """Tasks in the largest page."""
 MAX_GROUP = 1024
@@ -61,10 +59,6 @@ def _decoded_options(options: dict[str, Any], info: ValidationInfo) -> dict[str,
 
 ExactTask = Annotated[Task, AfterValidator(_decoded_task), WrapSerializer(_encoded_task)]
 ExactOptions = Annotated[dict[str, Any], AfterValidator(_decoded_options), PlainSerializer(encode)]
-
-
-Line = Annotated[str, AfterValidator(printable_line)]
-"""Text in the other side's words, which people read in a log."""
 
 
 class Wire(BaseModel):
@@ -257,62 +251,3 @@ class Health(Wire):
     """`ok` while the process lives; `ready` while it takes new sessions."""
 
     status: Literal["ok", "ready"]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Errors
-
-ProblemKind = Literal[
-    "environment-error",  # the environment raised; `error` is the class of the exception
-    "environment-timeout",  # the environment did not answer within the server's limit
-    "environment-not-found",  # nothing of that name is served here
-    "session-not-found",  # closed, its lease run out, from before a restart, or another client's
-    "session-conflict",  # the id is taken by a session that was opened differently
-    "step-conflict",  # a step id out of order, or repeated with another action
-    "invalid-request",  # the body or the query is not what the route takes
-    "not-found",  # no such route
-    "too-large",  # a body above the limit
-    "too-slow",  # a body that did not arrive in time
-    "unauthorized",  # no token, or one that is not known here
-    "forbidden",  # sent by a web page, or under a name that is not this machine's
-    "server-full",  # as many sessions as the server or this environment may have, or too much arrives at once
-    "quota-exceeded",  # as many sessions as this client may have
-    "shutting-down",  # the server finishes what it has and takes nothing new
-    "internal-error",  # a defect of the server itself
-]
-PROBLEM_TYPE = "urn:envgym:problem:"
-
-
-class ProblemBody(Wire):
-    """RFC 9457 problem details; `type` is `urn:envgym:problem:` and a `ProblemKind`.
-
-    Where the environment raised, `error` is the class of the exception; of an `InvalidOutcome`, `failure` is its kind
-    and `retryable` whether it is to be played again. `retry_after` are seconds after which it may work.
-    """
-
-    type: str = "about:blank"
-    title: str = ""
-    status: int = 0
-    detail: Line = ""
-    error: Line = ""
-    failure: Line = ""
-    retryable: bool = False
-    retry_after: float | None = None
-
-    @property
-    def kind(self) -> str:
-        return self.type.removeprefix(PROBLEM_TYPE)
-
-
-class Problem(Exception):
-    """An error on its way to the client; the server answers with `status` and `body`."""
-
-    def __init__(self, status: int, kind: ProblemKind, detail: str, **more: Any) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.body = ProblemBody(
-            type=PROBLEM_TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, **more
-        )
-
-
-Verdict.model_rebuild()

@@ -13,7 +13,7 @@ Whoever plays the environment starts them with `start_services`. Environments ne
 
 from .client import Assessment, ChatClient, Client, Conversation, RewardClient, preference
 from .declarations import Chat, ChatOrPolicy, Policy, RewardEndpoint, RewardModel, Service
-from .start import Services, start_services
+from .start import Services, check_servable, start_services
 
 __all__ = [
     "Assessment",
@@ -28,6 +28,7 @@ __all__ = [
     "RewardModel",
     "Service",
     "Services",
+    "check_servable",
     "preference",
     "start_services",
 ]

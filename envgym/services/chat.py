@@ -12,26 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome, missing_package
+from envgym.errors import ConfigError, InvalidOutcome
+from envgym.net.client import JsonCaller
+from envgym.net.tokens import api_key
 from envgym.render.spelling import broken_up, by_others, rewritten
 from envgym.types import Message, as_messages
 
 from .client import ChatClient, Conversation
 from .declarations import Chat
-from .http import JsonCaller, api_key
-
-try:
-    import httpx
-    import openai
-except ImportError:
-    raise missing_package("openai", "api", "an OpenAI-compatible API") from None
 
 IN_MEMORY = 20_000
 """Repeatable answers kept in memory; the longest unused goes first."""
 
 
 class ChatCompletions(JsonCaller):
-    """Asks `POST BASE_URL/chat/completions`, by the openai SDK over our own httpx client and retry policy.
+    """Asks `POST BASE_URL/chat/completions`.
 
     Raises `ConfigError` where the key's variable is not set.
     """
@@ -48,8 +43,6 @@ class ChatCompletions(JsonCaller):
             requests_per_minute=chat.requests_per_minute,
         )
         self._chat = chat
-        # The key is not the SDK's to know: it is one of the headers that our client sets.
-        self._sdk = openai.AsyncOpenAI(base_url=chat.base_url, api_key="unused", http_client=self.client, max_retries=0)
 
     def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
         """The body of a request, with fields added or replaced by `extra`; those that are None are left out."""
@@ -61,21 +54,9 @@ class ChatCompletions(JsonCaller):
         self, body: Mapping[str, Any], *, wrong: Callable[[Any], str] = lambda answer: "", tries: int | None = None
     ) -> Any:
         """The API's answer; see `post`. Counts its tokens."""
-        answer = await self.post("/chat/completions", body, wrong=wrong, tries=tries)
+        answer = await self.post(f"{self._chat.base_url}/chat/completions", body, wrong=wrong, tries=tries)
         self.counters.update({name: count or 0 for name, count in usage_of(answer).items()})
         return answer
-
-    async def _send(self, url: str, content: bytes) -> httpx.Response:
-        failure: BaseException
-        try:
-            response: httpx.Response = await self._sdk.post(url, content=content, cast_to=httpx.Response)
-            return response
-        except openai.APIStatusError as error:
-            response = error.response
-            return response
-        except openai.APIConnectionError as error:
-            failure = error.__cause__ or error
-        raise failure  # as httpx raised it, with the causes below it
 
 
 def first_choice(answer: Any) -> Mapping[str, Any] | None:

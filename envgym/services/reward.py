@@ -11,6 +11,8 @@ from itertools import cycle
 from typing import Any
 
 from envgym.errors import InvalidOutcome, WorkerDied, WorkerError
+from envgym.net.client import JsonCaller, Refused
+from envgym.net.tokens import read_secret
 from envgym.processes.runtime import Runtime, WorkerHandle
 from envgym.render.spelling import after_prompt, broken_up, rewritten
 from envgym.types import as_messages
@@ -18,7 +20,6 @@ from envgym.types import as_messages
 from .batches import Batcher
 from .client import Assessment, Conversation, RewardClient, Text, preference
 from .declarations import RewardEndpoint, RewardModel
-from .http import JsonCaller, Refused, read_token
 
 BATCHES_A_ROUND = 8
 """Batches of a reward model sent to its worker together, which sorts them by length."""
@@ -131,7 +132,7 @@ class RewardEndpointClient(RewardClient):
     def __init__(self, declared: RewardEndpoint) -> None:
         super().__init__()
         self._declared = declared
-        secret = "" if declared.token_file is None else read_token(declared.token_file)
+        secret = "" if declared.token_file is None else read_secret(declared.token_file)
         self._callers = {
             url: JsonCaller(
                 f"reward endpoint {url}",

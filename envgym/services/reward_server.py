@@ -10,33 +10,27 @@ A query is text or a list of chat messages; prompts and labels are not read. Sco
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import json
 import logging
-import os
-import secrets
 import shutil
-import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from envgym.disk import cache_folder
-from envgym.errors import ConfigError, InvalidOutcome, RunError, WorkerDied
+from envgym.errors import InvalidOutcome, RunError, WorkerDied
+from envgym.net.listening import listen, stop_signals, until_stopped, url_of
+from envgym.net.problems import Problem
+from envgym.net.server import admitted, problem_of, read_json, running
+from envgym.net.tokens import Tokens, made_token, read_secret
 from envgym.processes.local import LocalRuntime
-from envgym.remote.access import refuse_web_pages
-from envgym.remote.admission import read_json
-from envgym.remote.listening import listen, stop_signals
-from envgym.remote.wire import Problem
 from envgym.types import as_messages
 
 from .client import Conversation, RewardClient
 from .declarations import RewardModel
-from .http import read_token
 from .reward import RewardModelClient
 
 MAX_BODY = 32 * 2**20
@@ -67,50 +61,27 @@ async def serve_model(
     `on_ready` gets the URL and the token's file (empty where there is none) once the server answers; port 0 picks a
     free one. A second signal ends it at once. Raises `EnvgymError` for what cannot be served.
     """
-    token = read_token(token_file) if token_file is not None else None
-    stopping = asyncio.Event()
+    token = read_secret(token_file) if token_file is not None else None
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=REFUSAL if open_to_all else None))
-        stack.enter_context(stop_signals(stopping))
+        stopping = stack.enter_context(stop_signals())
         logs = tempfile.mkdtemp(prefix="envgym-reward-model-")
         runtime = LocalRuntime(logs)
         stack.push_async_callback(runtime.close)
         client = RewardModelClient(declared, "reward-model", runtime)
         stack.push_async_callback(client.close)
-        if await _first(client.start(), stopping.wait()):
+        if await until_stopped(client.start(), stopping):
             if token is None and not open_to_all:
                 port = listener.getsockname()[1]
                 token, token_file = stack.enter_context(made_token(f"reward-model-{port}"))
             server = RewardServer(client, token)
-            await stack.enter_async_context(server.running(listener))
-            on_ready(f"{_url(listener)}/get_reward", token_file or "")
-            if await _first(server.dead.wait(), stopping.wait()):
+            await stack.enter_async_context(running(server.app, listener, drain=DRAIN_SECONDS))
+            on_ready(f"{url_of(listener)}/get_reward", token_file or "")
+            if await until_stopped(server.dead.wait(), stopping):
                 raise RunError(
                     f"the reward model's process ended without being asked to (log: {logs}/reward-model.log)"
                 )
     shutil.rmtree(logs, ignore_errors=True)
-
-
-@contextmanager
-def made_token(name: str) -> Iterator[tuple[str, str]]:
-    """A new token, and the file that holds it, which only this user can read; the file goes with the server."""
-    folder = cache_folder("tokens")
-    path = folder / name
-    token = secrets.token_urlsafe(32)
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(token + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file"
-        ) from None
-    try:
-        yield token, str(path)
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 class RewardServer:
@@ -118,22 +89,11 @@ class RewardServer:
 
     def __init__(self, client: RewardClient, token: str | None) -> None:
         self._client = client
-        self._token = token
+        self._tokens = None if token is None else Tokens.of(token)
         self.dead = asyncio.Event()
-
-    @asynccontextmanager
-    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer requests on `listener`; on leaving, let those in flight finish."""
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_post("/get_reward", self._get_reward)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_SECONDS)
-        await runner.setup()
-        try:
-            await web.SockSite(runner, listener, backlog=1024).start()
-            yield
-        finally:
-            await runner.cleanup()
+        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY)
+        self.app.router.add_get("/healthz", self._health)
+        self.app.router.add_post("/get_reward", self._get_reward)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -170,33 +130,18 @@ class RewardServer:
         return [_conversation(query, index) for index, query in enumerate(queries)]
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Let in who has the token, and answer every error in one form; the server lives on."""
         try:
-            if self._token is None:
-                refuse_web_pages(request.headers.get("Host", ""), request.headers.get("Origin"))
-            elif request.path != "/healthz":
-                self._check_token(self._token, request.headers.get("Authorization", ""))
+            if self._tokens is None or request.path != "/healthz":
+                admitted(request, self._tokens)
             return await handler(request)
-        except Problem as problem:
-            return web.json_response({"error": str(problem)}, status=problem.status)
-        except web.HTTPException as error:  # no such route, method or room
-            return web.json_response({"error": f"{error.status} {error.reason.lower()}"}, status=error.status)
         except WorkerDied:
             self.dead.set()
             return web.json_response({"error": "the reward model is gone"}, status=503)
-        except Exception:
-            logger.exception("%s %s", request.method, request.path)
-            return web.json_response({"error": "a defect of the server; its log has more"}, status=500)
-
-    def _check_token(self, token: str, authorization: str) -> None:
-        kind, _, given = authorization.partition(" ")
-        # Compared as bytes and in constant time: a header may hold anything.
-        expected = token.encode()
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8", "replace"), expected):
-            raise _problem(401, "send the server's token: Authorization: Bearer TOKEN")
+        except Exception as error:
+            problem = problem_of(error, request.method, request.path)
+            return web.json_response({"error": str(problem)}, status=problem.status)
 
 
 def _problem(status: int, detail: str) -> Problem:
@@ -212,22 +157,3 @@ def _conversation(query: Any, index: int) -> Conversation:
         return as_messages(query)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise _problem(422, f"query {index}: {str(error)[:200]}") from None
-
-
-async def _first(one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object]) -> bool:
-    """Wait for either, end the other, and say whether it was the first. Raises what the first raised."""
-    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-    if not tasks[0].done():
-        return False
-    tasks[0].result()
-    return True
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -124,6 +124,16 @@ def local_models(spec: EnvSpec) -> dict[str, str]:
     return {WORKER.format(name): service.model for name, service in declared if isinstance(service, RewardModel)}
 
 
+def check_servable(spec: EnvSpec) -> None:
+    """Raise `ConfigError` for what a client would silently play differently from the local environment."""
+    for part in (spec, *spec.parts()):
+        if opponents := [name for name, service in part.services.items() if isinstance(service, Policy)]:
+            raise ConfigError(
+                f"environment {part.id} plays against the policy in training ({opponents[0]}), which is not here: give "
+                "it another model, or train without a server"
+            )
+
+
 def _declared(spec: EnvSpec) -> dict[str, Service]:
     """Services that an environment and its parts declare, equal ones once, by names of their own."""
     found: dict[str, Service] = {}

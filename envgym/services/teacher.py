@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.errors import InvalidOutcome
-
-from .http import JsonCaller, api_key
+from envgym.net.client import JsonCaller
+from envgym.net.tokens import api_key
 
 if TYPE_CHECKING:
     import numpy as np

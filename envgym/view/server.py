@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from envgym.errors import DataError, EnvgymError
-from envgym.remote.listening import is_loopback, listen, stop_signals
+from envgym.net.listening import is_loopback, listen, stop_signals, url_of
+from envgym.net.server import running
 
 from .episodes import compared, lanes, listing, shown
 from .sources import Source, find
@@ -139,9 +141,7 @@ class ViewServer:
         return web.json_response(text=text)
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             refusal = self._refusal(request)
             response = await handler(request) if refusal is None else _error(refusal, 403)
@@ -180,14 +180,10 @@ async def serve_view(
     given: Sequence[Path], host: str, port: int, token: str | None, on_ready: Callable[[str], None]
 ) -> None:
     """Serve the page until SIGINT or SIGTERM. Raises `EnvgymError` for what cannot be shown or served."""
-    answers, stopping = Answers(given), asyncio.Event()
+    answers = Answers(given)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=REFUSAL if token is None else None))
-        stack.enter_context(stop_signals(stopping))
-        runner = web.AppRunner(ViewServer(answers, token).app, access_log=None, shutdown_timeout=1)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, listener).start()
-        name, number = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{name}]' if ':' in name else name}:{number}/")
+        stopping = stack.enter_context(stop_signals())
+        await stack.enter_async_context(running(ViewServer(answers, token).app, listener, drain=1.0))
+        on_ready(f"{url_of(listener)}/")
         await stopping.wait()

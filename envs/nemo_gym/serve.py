@@ -5,25 +5,24 @@ The first is the head server too.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, EnvgymError
-from envgym.remote.access import refuse_web_pages
-from envgym.remote.listening import listen, stop_signals
-from envgym.remote.server import check_servable
-from envgym.remote.wire import MAX_BODY, Problem
-from envgym.services import start_services
+from envgym.net.listening import listen, stop_signals, url_of
+from envgym.net.problems import Problem
+from envgym.net.server import MAX_BODY, admitted, running
+from envgym.services import check_servable, start_services
 
 from .protocol import host_and_port
 from .served_tasks import UnknownRow, write_rows
@@ -69,14 +68,13 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
     if taken := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
         raise ConfigError(f"the name {min(taken)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
     model = None if model_server is None else model_address(model_server)
-    stopping = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         listeners = {
             name: stack.enter_context(listen(host, port + number if port else 0, refusal=REFUSAL))
             for number, name in enumerate(specs)
         }
         addresses = {name: listener.getsockname()[:2] for name, listener in listeners.items()}
-        stack.enter_context(stop_signals(stopping))
+        stopping = stack.enter_context(stop_signals())
         for spec in specs.values():
             await stack.enter_async_context(start_services(spec))
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,13 +83,10 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
         (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         for number, (name, spec) in enumerate(specs.items()):
             app = application(name, spec, model_server, options.max_sessions, config if number == 0 else None)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.SockSite(runner, listeners[name]).start()
-        for name, (bound, bound_port) in addresses.items():
+            await stack.enter_async_context(running(app, listeners[name], drain=2.0))
+        for name, listener in listeners.items():
             served = f"serving {specs[name].id} as {name} and {name}_agent"
-            print(f"{served} at http://{bound}:{bound_port} (Ctrl-C ends it)", flush=True)
+            print(f"{served} at {url_of(listener)} (Ctrl-C ends it)", flush=True)
         await stopping.wait()
 
 
@@ -162,12 +157,10 @@ def application(
 
 
 @web.middleware
-async def _plain_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _plain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors as a status and one line. An exception of an environment is a 500: their agents then fail the rollout."""
     try:
-        refuse_web_pages(request.host, request.headers.get("Origin"))
+        admitted(request, None)
         return await handler(request)
     except Problem as problem:
         return web.Response(status=problem.status, text=str(problem))

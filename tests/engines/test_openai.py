@@ -26,9 +26,10 @@ from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
 from envgym.launch.components import make_agent, make_runner, running, set_up, start_sampling
+from envgym.net import client as http
 from envgym.rollout.runner import SamplingPlan
 from envgym.run_folder import RunFolder
-from envgym.services import Chat, http
+from envgym.services import Chat
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
 
 ENVGYM = Path(sys.executable).with_name("envgym")

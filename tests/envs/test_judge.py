@@ -13,7 +13,8 @@ import envgym
 from envgym.envs.judge import JudgeSpec, agreement, order_of, standing
 from envgym.envs.judge.prompts import Question, mark_for, ranking_in, ranking_prompt, score_in, scoring_prompt
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.services import http, start_services
+from envgym.net import client as http
+from envgym.services import start_services
 from envgym.types import Episode, Message, Outcome, Task
 
 TASK = Task("t", "What is 1 + 1?", "2")

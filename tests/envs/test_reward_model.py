@@ -10,8 +10,9 @@ from aiohttp import web
 import envgym
 from envgym.envs.reward_model import RewardModelEnvSpec
 from envgym.errors import ConfigError, InvalidOutcome
+from envgym.net import client as http
 from envgym.processes.runtime import InlineRuntime
-from envgym.services import RewardModel, http, start_services
+from envgym.services import RewardModel, start_services
 from envgym.types import Task, as_messages
 
 TASK = Task("t", "what is 12 + 34?", "46")

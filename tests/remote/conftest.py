@@ -23,7 +23,7 @@ import pytest
 
 import envgym.registry as registry
 from envgym.env import EnvSpec
-from envgym.remote.access import Tokens
+from envgym.net.tokens import Tokens
 from envgym.remote.admission import Limits
 from envgym.remote.application import Application
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 import envgym
-from envgym.remote.access import Tokens
+from envgym.net.tokens import Tokens
 from envgym.types import Action
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef00"
@@ -218,7 +218,7 @@ def test_an_answer_that_is_too_large_for_a_channel_is_had_over_http_and_its_step
 
 def test_bodies_that_are_not_whole_are_bounded_together(unruly, monkeypatch):
     """The one that has stood still the longest is given up: whoever goes on sending is answered."""
-    monkeypatch.setattr("envgym.remote.admission.MAX_ARRIVING", 2**20)
+    monkeypatch.setattr("envgym.net.server.MAX_ARRIVING", 2**20)
 
     async def main() -> None:
         async with unruly() as (url, _, _):

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 import envgym.registry as registry
 from envgym import errors
 from envgym.errors import ConfigError, InvalidStep
+from envgym.net.problems import ProblemBody
 from envgym.remote import client, transport
 from envgym.remote.access import Access
 from envgym.remote.remote_env import PAGE, RemoteTasks
 from envgym.remote.transport import Counters, Full, RemoteError, Transport, as_error
-from envgym.remote.wire import EnvList, ProblemBody, TaskPage
+from envgym.remote.wire import EnvList, TaskPage
 from envgym.types import Action, Episode, Outcome, Row, Segment, StopReason, Task, ToolCall, Turn
 
 from .meddling import instead, meddling

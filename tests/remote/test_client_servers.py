@@ -16,9 +16,9 @@ from aiohttp import web
 import envgym.registry as registry
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
+from envgym.net.problems import Problem
 from envgym.remote import replicas
 from envgym.remote.transport import RemoteError
-from envgym.remote.wire import Problem
 from envgym.types import Action, Episode, Outcome
 
 from .meddling import instead, meddling

@@ -17,12 +17,13 @@ from aiohttp import web
 
 import envgym.registry as registry
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
-from envgym.remote.access import ANYONE
+from envgym.net.problems import Problem
+from envgym.net.tokens import ANYONE
 from envgym.remote.admission import Limits
 from envgym.remote.application import Application
 from envgym.remote.server import serve
 from envgym.remote.transport import RemoteError
-from envgym.remote.wire import Opening, Problem, Step
+from envgym.remote.wire import Opening, Step
 from envgym.types import Action
 
 GAME = Path(__file__).with_name("game.py")

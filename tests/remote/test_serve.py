@@ -220,7 +220,7 @@ def test_client_and_server_stay_light():
 
 
 def test_what_cannot_be_served_is_refused():
-    from envgym.remote.server import check_servable
+    from envgym.services import check_servable
 
     class SelfPlay(EnvSpec):
         services = {"opponent": Policy()}  # noqa: RUF012

@@ -317,7 +317,7 @@ def test_a_step_or_reset_beyond_the_environments_own_limit_is_what_it_is_locally
 
 
 def test_a_connection_on_which_no_whole_request_comes_is_closed(unruly, monkeypatch):
-    monkeypatch.setattr("envgym.remote.admission.KEEPALIVE_SECONDS", 0.3)
+    monkeypatch.setattr("envgym.net.server.KEEPALIVE_SECONDS", 0.3)
 
     async def main() -> None:
         async with unruly() as (url, _, _), asyncio.timeout(60):

@@ -6,7 +6,8 @@ import pytest
 from aiohttp import web
 
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.services import RewardEndpoint, http
+from envgym.net import client as http
+from envgym.services import RewardEndpoint
 from envgym.services.reward import RewardEndpointClient
 
 CONVERSATION = [

@@ -30,10 +30,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
     import asyncio
 
-    from envgym.services.http import read_token
+    from envgym.net.tokens import read_secret
     from envgym.view.server import serve_view
 
-    token = None if options.token_file is None else read_token(options.token_file)
+    token = None if options.token_file is None else read_secret(options.token_file)
 
     def ready(url: str) -> None:
         print(f"{url}{'?token=…' if token else ''} (Ctrl-C ends it)", flush=True)

@@ -10,8 +10,9 @@ import ipaddress
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 from envgym.errors import ConfigError
 
@@ -43,6 +44,12 @@ def listen(host: str, port: int, *, refusal: str | None) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket, tls: ssl.SSLContext | None = None) -> str:
+    """The URL by which a listener is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Tell whether an address, or the name `localhost`, is this machine's own. Other names are not looked up."""
@@ -70,9 +77,9 @@ def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
 
 
 @contextlib.contextmanager
-def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """Set `stopping` at the first SIGINT or SIGTERM; the second has its usual effect."""
-    loop = asyncio.get_running_loop()
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that is set at the first SIGINT or SIGTERM; the second has its usual effect."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def restore() -> None:
@@ -86,6 +93,22 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
     for number in signals:
         loop.add_signal_handler(number, stop)
     try:
-        yield
+        yield stopping
     finally:
         restore()
+
+
+async def until_stopped(work: Coroutine[Any, Any, object], stopping: asyncio.Event) -> bool:
+    """Wait until `work` is done, or is cancelled as the server is asked to stop. Tells whether it was done; raises what
+    it raised."""
+    tasks = working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        stopped.cancel()
+        await asyncio.wait(tasks)
+    if working.cancelled():
+        return False
+    working.result()
+    return True

@@ -1,0 +1,79 @@
+"""Errors on their way to whoever asked: problem details (RFC 9457), and the kinds that there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from envgym.errors import printable_line
+
+ProblemKind = Literal[
+    "environment-error",  # the environment raised; `error` is the class of the exception
+    "environment-timeout",  # the environment did not answer within the server's limit
+    "environment-not-found",  # nothing of that name is served here
+    "session-not-found",  # closed, its lease run out, from before a restart, or another client's
+    "session-conflict",  # the id is taken by a session that was opened differently
+    "step-conflict",  # a step id out of order, or repeated with another action
+    "invalid-request",  # the body or the query is not what the route takes
+    "not-found",  # no such route
+    "too-large",  # a body above the limit
+    "too-slow",  # a body that did not arrive in time
+    "unauthorized",  # no token, or one that is not known here
+    "forbidden",  # sent by a web page, or under a name that is not this machine's
+    "server-full",  # as many sessions as the server or this environment may have, or too much arrives at once
+    "quota-exceeded",  # as many sessions as this client may have
+    "shutting-down",  # the server finishes what it has and takes nothing new
+    "internal-error",  # a defect of the server itself
+]
+TYPE = "urn:envgym:problem:"
+Line = Annotated[str, AfterValidator(printable_line)]
+"""Text in the other side's words, which people read in a log."""
+
+
+class ProblemBody(BaseModel):
+    """RFC 9457 problem details; `type` is `urn:envgym:problem:` and a `ProblemKind`.
+
+    Where the environment raised, `error` is the class of the exception; of an `InvalidOutcome`, `failure` is its kind
+    and `retryable` whether it is to be played again. `retry_after` are seconds after which it may work.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: str = "about:blank"
+    title: str = ""
+    status: int = 0
+    detail: Line = ""
+    error: Line = ""
+    failure: Line = ""
+    retryable: bool = False
+    retry_after: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.type.removeprefix(TYPE)
+
+
+class Problem(Exception):
+    """An error on its way to the client; a server answers with `status`, `body` and these further `headers`."""
+
+    content_type = "application/problem+json"
+
+    def __init__(
+        self, status: int, kind: ProblemKind, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body = ProblemBody(type=TYPE + kind, title=kind.replace("-", " "), status=status, detail=detail, **more)
+        if self.body.retry_after is not None:
+            self.headers["Retry-After"] = f"{max(1, round(self.body.retry_after))}"
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    @property
+    def content(self) -> bytes:
+        """The body as it is sent."""
+        return json.dumps(self.body.model_dump(exclude_defaults=True)).encode()

@@ -1,0 +1,185 @@
+"""Tokens and keys: read from files and variables, never a setting, and in no message; a server keeps hashes only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envgym.disk import cache_folder
+from envgym.errors import ConfigError
+
+from .problems import Problem
+
+MIN_LENGTH = 16
+"""Characters of the shortest token: a shorter one can be guessed."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""The characters that RFC 6750 allows in a bearer token."""
+_QUOTA = re.compile(r"max_sessions=([1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A sender of requests, who sees its own sessions only, of which `max_sessions` may be open at once (None: any)."""
+
+    name: str
+    max_sessions: int | None = None
+
+
+ANYONE = Client("anyone")
+"""The one client of a server without tokens."""
+
+
+class Tokens:
+    """The clients of a token file."""
+
+    def __init__(self, clients: Sequence[tuple[bytes, Client]]) -> None:
+        self._clients = tuple(clients)
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """Those of the file at `path`: lines `NAME TOKEN [max_sessions=N]`, or one token alone; `#` begins a comment.
+
+        Raises `ConfigError` for a file that is missing or malformed, or that others on this machine can open. No
+        message holds anything that the file says.
+        """
+        clients: dict[str, tuple[bytes, Client]] = {}
+        for number, words in _lines(path):
+            client, token = _client(words, f"token file {path}, line {number}")
+            digest = _digest(token)
+            if client.name in clients or any(digest == known for known, _ in clients.values()):
+                raise ConfigError(f"token file {path}, line {number}: a name or a token comes twice")
+            clients[client.name] = digest, client
+        return cls(list(clients.values()))
+
+    @classmethod
+    def of(cls, token: str) -> Tokens:
+        """Those of a server with one token, by which nobody is told from another."""
+        return cls([(_digest(token), ANYONE)])
+
+    def client(self, authorization: str | None) -> Client:
+        """The client that sent the header `Authorization`. Raises a 401 `Problem` where no known one did."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Problem(401, "unauthorized", "this server asks for a token: Authorization: Bearer TOKEN")
+        # All hashes are compared, each in constant time: how long it takes tells nothing of any token.
+        digest, found = _digest(token.strip()), None
+        for known, client in self._clients:
+            if hmac.compare_digest(known, digest):
+                found = client
+        if found is None:
+            raise Problem(401, "unauthorized", "the token is not known here")
+        return found
+
+
+def read_token(path: Path) -> str:
+    """The token a client sends, of a file that holds this one alone, by itself or in a line as the server's file has.
+
+    Raises `ConfigError` as `Tokens.read` does, and where the file holds several.
+    """
+    lines = _lines(path)
+    if len(lines) > 1:
+        raise ConfigError(f"token file {path} holds {len(lines)} tokens; a client's holds its own alone")
+    [(number, words)] = lines
+    return _client(words, f"token file {path}, line {number}")[1]
+
+
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """The lines of a token file with their numbers, each as its words; a token alone gets a name."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"token file {path} can be read by others on this machine: chmod 600 {path}")
+    lines = [(number, words) for number, line in enumerate(text.splitlines(), 1) if (words := _words(line))]
+    if not lines:
+        raise ConfigError(f"token file {path} holds no token; write one of at least {MIN_LENGTH} characters into it")
+    if len(lines) == 1 and len(lines[0][1]) == 1:
+        lines = [(lines[0][0], ["default", *lines[0][1]])]
+    return lines
+
+
+def _words(line: str) -> list[str]:
+    return line.partition("#")[0].split()
+
+
+def _client(words: list[str], where: str) -> tuple[Client, str]:
+    quota = _QUOTA.fullmatch(words[2]) if len(words) == 3 else None
+    if not 2 <= len(words) <= 3 or (len(words) == 3 and quota is None) or not _NAME.fullmatch(words[0]):
+        raise ConfigError(f"{where}: a line is NAME TOKEN [max_sessions=N]")
+    if len(words[1]) < MIN_LENGTH or not _TOKEN.fullmatch(words[1]):
+        raise ConfigError(
+            f"{where}: a token has at least {MIN_LENGTH} characters, letters, digits and -._~+/=; make one with: "
+            "openssl rand -hex 32"
+        )
+    return Client(words[0], None if quota is None else int(quota.group(1))), words[1]
+
+
+def _digest(token: str) -> bytes:
+    # Tokens are long and random, so that a plain hash cannot be turned back by guessing.
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+@contextlib.contextmanager
+def made_token(name: str) -> Iterator[tuple[str, str]]:
+    """A new token, and the file that holds it, which only this user can read; the file goes with the server."""
+    folder = cache_folder("tokens")
+    path = folder / name
+    token = secrets.token_urlsafe(32)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file"
+        ) from None
+    try:
+        yield token, str(path)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A client's own
+
+
+def api_key(variable: str, api: str) -> str:
+    """The key that the environment variable holds; empty where none is named. Raises `ConfigError` where it is not
+    set or no key; `api` says in the message whose key it is."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise ConfigError(f"{api}: the environment variable {variable}, which should hold its API key, is not set")
+    if not _is_token(key):
+        raise ConfigError(f"{api}: the environment variable {variable} must hold one API key and nothing else")
+    return key
+
+
+def read_secret(file: str) -> str:
+    """The token in a file. Raises `ConfigError` where there is none."""
+    try:
+        token = Path(file).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"token file {file} cannot be read: {reason}") from None
+    if not token or not _is_token(token):
+        raise ConfigError(f"token file {file} must hold one token and nothing else")
+    return token
+
+
+def _is_token(text: str) -> bool:
+    """True for a text that can stand in a header."""
+    return text.isascii() and not any(character.isspace() for character in text)
