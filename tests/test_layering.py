@@ -188,7 +188,8 @@ def rooms_and_what_they_import():
     rooms = {}
     for module, others in graph.items():
         rooms.setdefault(room_of(module), set()).update(other for other in others if room_of(other) != room_of(module))
-    return rooms
+    del rooms["__init__"]  # it imports when it is asked for a name
+    return {room: {other for other in others if other != "envgym"} for room, others in rooms.items()}
 
 
 def test_no_rooms_import_each_other_and_each_imports_from_its_floor_and_below():
@@ -197,12 +198,12 @@ def test_no_rooms_import_each_other_and_each_imports_from_its_floor_and_below():
     floors = [re.split(r"  +", line[26:].strip()) for line in picture.strip("\n").splitlines()]
     height = {room: len(floors) - number for number, floor in enumerate(floors) for room in floor}
     rooms = rooms_and_what_they_import()
-    assert set(rooms) - {"__init__"} == set(height)
+    assert set(rooms) == set(height)
     upward = [
         f"{room} imports {module}"
         for room, modules in rooms.items()
         for module in sorted(modules)
-        if room != "__init__" and height[room_of(module)] > height[room]
+        if height[room_of(module)] > height[room]
     ]
     assert upward == []
     check_for_circles({room: {room_of(module) for module in modules} for room, modules in rooms.items()})

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from prometheus_client import Histogram
 
 from envgym.env import EnvSpec, TaskSet
+from envgym.env.boundary import UsersCode
 from envgym.episodes.record import from_record
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep, printable_line
 from envgym.loading import names_file
 from envgym.net.problems import Problem
-from envgym.processes.cancellation import is_shutdown
 from envgym.rollout.runner import as_judgement
 from envgym.types import Episode
 
@@ -60,33 +60,27 @@ class ServedEnv:
         )
 
     async def _split(self, name: str) -> Split:
-        try:
+        with UsersCode() as asked:
             tasks = self.spec.tasks(name)
             if name not in self._task_hashes:
                 self._task_hashes[name] = await self._hash(tasks)
             return Split(size=tasks.size, tasks=self._task_hashes[name])
-        except BaseException as error:  # no held-out file, say: the other split is still of use
-            if is_shutdown(error):
-                raise
-            ours = isinstance(error, EnvgymError)
-            return Split(error=_message(error) if ours else f"{type(error).__name__}: {_message(error)}")
+        message = _message(asked.error)  # no held-out file, say: the other split is still of use
+        ours = isinstance(asked.error, EnvgymError)
+        return Split(error=message if ours else f"{type(asked.error).__name__}: {message}")
 
     async def _hash(self, tasks: TaskSet) -> str:
         """A hash of some tasks, by which servers of the same ones are told; empty where a task cannot be sent."""
         size = HASHED if tasks.size is None else tasks.size
         indices = sorted({index * max(size - 1, 0) // (HASHED - 1) for index in range(HASHED)}) if size else []
-        try:
+        with UsersCode() as asked:
             async with asyncio.timeout(HASH_SECONDS):
                 page = tuple([await tasks.get(index) for index in indices])
             # Their prompts: fields may hold paths of this machine.
             page = tuple(dataclasses.replace(task, answer=None, fields={}) for task in page)
-            content = encode(TaskPage(split="", start=0, tasks=page))
-        except BaseException as error:
-            if is_shutdown(error):
-                raise
-            logger.debug("%s: no hash of its tasks", self.name, exc_info=error)
-            return ""
-        return hashlib.sha256(content).hexdigest()[:16]
+            return hashlib.sha256(encode(TaskPage(split="", start=0, tasks=page))).hexdigest()[:16]
+        logger.debug("%s: no hash of its tasks", self.name, exc_info=asked.error)
+        return ""
 
     async def page(self, query: TaskQuery) -> bytes:
         """The tasks that are asked for, an encoded `TaskPage`."""
@@ -145,18 +139,14 @@ class ServedEnv:
         began = loop.time()
         deadline = asyncio.timeout(self._call_seconds)
         try:
-            async with deadline:
-                return await work
-        except Problem:
-            raise
-        except BaseException as error:
-            if is_shutdown(error):
-                raise
+            with UsersCode(Problem) as called:
+                async with deadline:
+                    return await work
             if deadline.expired():
                 self._metrics.failures.labels(self.name, "environment-timeout").inc()
                 detail = f"{what}: no answer within {self._call_seconds:g} s"
-                raise Problem(504, "environment-timeout", detail) from None
-            raise self.raised(error, what) from None
+                raise Problem(504, "environment-timeout", detail)
+            raise self.raised(called.error, what)
         finally:
             if seconds is not None:
                 seconds.labels(self.name).observe(loop.time() - began)

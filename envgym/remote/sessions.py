@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 
 from envgym.env import CheckedEnv
+from envgym.env.boundary import UsersCode
 from envgym.net.problems import Problem, ProblemKind
 from envgym.net.server import RETRY_SECONDS
 from envgym.net.tokens import Client
@@ -166,22 +167,20 @@ class Session:
             raise Problem(409, "step-conflict", "the session did not open")
         began = time.monotonic()
         try:
-            observation, reward, terminated, truncated, info = await self._env.step(action)
-            kept, dropped = encodable_info(info)
-            return encode(
-                Stepped(
-                    observation=observation,
-                    reward=reward,
-                    terminated=terminated,
-                    truncated=truncated,
-                    info=kept,
-                    dropped=dropped,
+            with UsersCode() as stepped:
+                observation, reward, terminated, truncated, info = await self._env.step(action)
+                kept, dropped = encodable_info(info)
+                return encode(
+                    Stepped(
+                        observation=observation,
+                        reward=reward,
+                        terminated=terminated,
+                        truncated=truncated,
+                        info=kept,
+                        dropped=dropped,
+                    )
                 )
-            )
-        except BaseException as error:
-            if is_shutdown(error):
-                raise
-            raise self.served.raised(error, f"step {self._step_id}") from None
+            raise self.served.raised(stepped.error, f"step {self._step_id}")
         finally:
             self._steps.inc()
             self._step_seconds.observe(time.monotonic() - began)
