@@ -217,15 +217,18 @@ def _other_scheme(url: str) -> str:
 
 
 def _build(id: str, target: str | type[Any], kwargs: dict[str, Any]) -> EnvSpec:
-    cls = load_env_class(target) if isinstance(target, str) else target
+    cls = load_env_class(target)
     if issubclass(cls, EnvSpec):
         return cls(id, **kwargs)
     spec_class: type[EnvSpec] = cls.spec_class
     return spec_class(id, cls, **kwargs)
 
 
-def load_env_class(target: str) -> type[Any]:
-    """The `Env` or `EnvSpec` class that a file or an import path (`file.py[:Name]`, `package.module:Name`) names."""
+def load_env_class(target: str | type[Any]) -> type[Any]:
+    """The `Env` or `EnvSpec` class that a file or an import path (`file.py[:Name]`, `package.module:Name`) names; a
+    class is its own."""
+    if isinstance(target, type):
+        return target
     file, name = split_target(target)
     if names_file(file):
         for adapter in offered("envgym.files").values():

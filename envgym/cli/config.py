@@ -25,10 +25,15 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _list_recipes() -> int:
-    from envgym.config.recipes import FOLDER, recipe_names
+    from envgym.config.missing import needs, parts_of_recipe
+    from envgym.config.recipes import FOLDER, load_recipe, recipe_names
     from envgym.monitoring.report import aligned
 
-    # A recipe's first comment line describes it; a YAML parser drops it.
-    first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in recipe_names()}
-    print(aligned([(name, line[1:].strip() if line.startswith("#") else "") for name, line in first.items()]))
+    rows = []
+    for name in recipe_names():
+        # A recipe's first comment line describes it; a YAML parser drops it.
+        line = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+        lacks = needs(parts_of_recipe(load_recipe(name)))
+        rows.append((name, (line[1:].strip() if line.startswith("#") else "") + (f" ({lacks})" if lacks else "")))
+    print(aligned(rows))
     return 0

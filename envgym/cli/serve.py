@@ -53,12 +53,8 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--advertise", metavar="URL", help="with --register: this server's URL, as it is dialled")
     parser.add_argument("--register-token-file", metavar="F", type=Path, help="with --register: token for the trainer")
     parser.add_argument("--ca-file", metavar="F", type=Path, help="with --register: certificates to trust, as PEM")
-    parser.add_argument(
-        "--dialect",
-        metavar="D",
-        help=f"serve as another framework does: {', '.join(offered('envgym.dialects')) or 'none is installed'}; with "
-        "--help its options are listed",
-    )
+    spoken = ", ".join(offered("envgym.dialects"))
+    parser.add_argument("--dialect", metavar="D", help=f"speak another protocol ({spoken}); D --help has its options")
     if (dialect := chosen_dialect(arguments)) is not None:
         dialect.add_options(parser)
     options, words = parser.parse_with_words(arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from envgym.errors import ConfigError, DroppedSettings, UnknownKey, did_you_mean
+from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
 from envgym.learner import RoleSpec
 from envgym.run_folder import run_of_checkpoint, stage_name
 from envgym.settings import validated
@@ -23,6 +23,7 @@ from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
 from .known_settings import config_class, with_suggestion
+from .missing import parts_of_recipe, refusal
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, lay, merge, merge_stage, name_alone
@@ -96,6 +97,10 @@ def resolve(
                 raise ConfigError("a deterministic run has no episodes in play while it learns: max_staleness=0")
     except UnknownKey as error:
         raise with_suggestion(error, stages[0]) from None
+    except NameNotFound as error:
+        is_saved = isinstance(from_file.get("stages"), list)
+        named = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
+        raise refusal(f"recipe {recipe}", named.intersection(parts_of_recipe({"stages": stages})), error) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config

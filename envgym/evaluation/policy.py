@@ -11,9 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from envgym.config.missing import refusal
 from envgym.disk import write_atomically
 from envgym.env import EnvSpec
-from envgym.errors import ConfigError, did_you_mean
+from envgym.errors import ConfigError, NameNotFound, did_you_mean
 from envgym.hashing import task_hash, text_hash
 from envgym.launch.memory import check_room
 from envgym.launch.models import MakeModel, made_before
@@ -27,7 +28,7 @@ from .plan import Part, parts_of_env, parts_of_suite
 from .play import ready_parts
 from .result import doubt_of, mean_score, result_of
 from .statistics import suite_mean
-from .suite import Suite, find_suite
+from .suite import Suite, find_suite, parts_of
 from .table import csv_table
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def new_evaluation(
     else:
         name, found, size = ("suite", suite, None) if isinstance(suite, Suite) else find_suite(suite)
         label = suite if isinstance(suite, str) else name
-        parts = parts_of_suite(found, size, settings, file=file)
+        try:
+            parts = parts_of_suite(found, size, settings, file=file)
+        except NameNotFound as error:
+            raise refusal(f"suite {label}", parts_of(found, size), error) from None
     config, model = parts[0].config, Path(parts[0].stage.model).name
     own_name = "-".join([Path(label).name.replace(":", "-"), model, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
     folder = EvalFolder(Path(config.evals_dir) / (config.name or own_name))

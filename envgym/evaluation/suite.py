@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from envgym.config.missing import Part, needs
 from envgym.config.schema import Component, ComponentField
 from envgym.config.words import AUTO
 from envgym.errors import ConfigError, NameNotFound, did_you_mean
@@ -120,6 +121,12 @@ class Suite(Settings):
         return found
 
 
+def parts_of(suite: Suite, size: str | None = None) -> list[Part]:
+    """The components that a suite names."""
+    items = suite.of_size(size).values()
+    return [*(("env", item.env.name) for item in items), *(("agent", item.agent.name) for item in items)]
+
+
 def suite_names() -> list[str]:
     """The suites that ship with envgym."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
@@ -138,11 +145,15 @@ def find_suite(given: str, within: tuple[Path, ...] = ()) -> tuple[str, Suite, s
         path = SHIPPED / f"{name}.yaml"
     else:
         known = suite_names()
-        raise NameNotFound(
-            f"there is no suite {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}, and YAML files"
-        )
+        there_are = f"There are {', '.join(map(_listed, known))}, and YAML files"
+        raise NameNotFound(f"there is no suite {name!r}.{did_you_mean(name, known)} {there_are}")
     if path.resolve() in (outer.resolve() for outer in within):
         raise ConfigError(f"suite {path} includes itself")
     suite = validated(Suite, read_yaml(path), f"suite {path}")
     suite._within = (*within, path)
     return path.stem, suite, size or None
+
+
+def _listed(name: str) -> str:
+    lacks = needs(parts_of(find_suite(name)[1]))
+    return f"{name} ({lacks})" if lacks else name

@@ -117,6 +117,25 @@ class MathVerify(DataEnvSpec):
         assert self._grader is not None  # a reset has set the spec up
         return await self._grader.grade(plain(answer), plain(gold), problem)
 
+    @staticmethod
+    def boxed(text: str) -> str | None:
+        r"""The content of the last `\boxed{…}`, None where there is none: for other frameworks' files."""
+        return boxed(text)
+
+    @staticmethod
+    def grade_here(answer: str, gold: str, seconds: int | None) -> bool:
+        """Grade in this process: reading an answer and comparing it may take so many `seconds` each (None: no limit),
+        which a signal tells, so that only the main thread can give one."""
+        certain = judge_at_once(answer, gold)
+        if certain is not None:
+            return certain
+        try:
+            from math_verify import parse, verify
+        except ImportError:
+            raise missing_package("math-verify", "math", "grading") from None
+        left, right = (parse(rf"\boxed{{{plain(text)}}}", parsing_timeout=seconds) for text in (gold, answer))
+        return bool(verify(left, right, timeout_seconds=seconds))
+
 
 def train_task(index: int, operations: Sequence[Operation], digits: int) -> Task:
     """Train task `index`: a function of `index` alone."""

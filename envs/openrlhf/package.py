@@ -21,15 +21,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from envgym.envs.math_verify.answers import boxed, judge_at_once
-from envgym.envs.math_verify.notation import plain
-from envgym.errors import missing_package
+from envgym import registry
+from envgym.errors import NameNotFound
 
 from .episode import InstanceEpisode
 from .llm_engine import OutOfRoom
 
 GRADING_SECONDS = 5
 """Time limit for reading an answer, and for comparing it."""
+MATHEMATICS_ENV = "math_verify"
 
 
 class AgentInstanceBase(ABC):
@@ -128,25 +128,25 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 def extract_boxed_answer(solution: str) -> str | None:
     r"""The content of the last `\boxed{…}`; None where there is none."""
-    return boxed(str(solution))
+    answer: str | None = _mathematics().boxed(str(solution))
+    return answer
 
 
 def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
     """Tell whether an answer, taken out of its box, is right."""
     if given_answer is None or ground_truth is None:
         return False
-    answer, gold = str(given_answer).strip(), str(ground_truth).strip()
-    certain = judge_at_once(answer, gold)
-    if certain is not None:
-        return certain
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise missing_package("math-verify", "math", "grade_answer") from None
     # The library's clock is a signal's, which only the main thread has: reward functions are called there.
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else None
-    left, right = (parse(rf"\boxed{{{plain(text)}}}", parsing_timeout=seconds) for text in (gold, answer))
-    return bool(verify(left, right, timeout_seconds=seconds))
+    return bool(_mathematics().grade_here(str(given_answer).strip(), str(ground_truth).strip(), seconds))
+
+
+def _mathematics() -> type[Any]:
+    """The environment that judges mathematics, which is a room of its own. Raises `NameNotFound` without it."""
+    try:
+        return registry.load_env_class(registry.find(MATHEMATICS_ENV).entry_point)
+    except NameNotFound as error:
+        raise NameNotFound(f"openrlhf.utils needs the environment {MATHEMATICS_ENV}: {error}") from None
 
 
 def init_logger(name: str) -> logging.Logger:

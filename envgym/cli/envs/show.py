@@ -60,13 +60,9 @@ def show_main(arguments: Sequence[str]) -> int:
 
 def _first_words(id: str) -> str:
     from envgym import registry
-    from envgym.env import Env, EnvSpec
     from envgym.env.spec import docstring, first_sentence
-    from envgym.loading import load_class
 
-    target = registry.find(id).entry_point
-    env_class = load_class(target, (EnvSpec, Env), "environment") if isinstance(target, str) else target
-    return first_sentence(docstring(env_class))
+    return first_sentence(docstring(registry.load_env_class(registry.find(id).entry_point)))
 
 
 async def _show(spec: EnvSpec) -> None:
