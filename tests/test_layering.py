@@ -26,8 +26,8 @@ HEAVY = {
 ALLOWED = {
     "envs": {
         "envgym.types", "envgym.env", "envgym.errors", "envgym.tasks", "envgym.tools", "envgym.services",
-        "envgym.registry", "envgym.rewards", "envgym.processes.pool", "envgym.loading", "envgym.hashing",
-        "envgym.settings",
+        "envgym.registry", "envgym.rewards", "envgym.processes.pool", "envgym.sandbox", "envgym.loading",
+        "envgym.hashing", "envgym.settings",
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engines.base", "envgym.agent", "envgym.env", "envgym.errors",
@@ -197,10 +197,9 @@ def test_only_those_that_run_a_whole_run_see_its_configuration():
 # -- names ------------------------------------------------------------------------------------------------
 
 
-ORDINARY_WORDS = {"chat", "code", "gymnasium", "nemo_gym", "pretrain", "recorded"}
-"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium, the servers
-that speak NeMo-Gym's protocol, answers that are recorded, text that is
-mixed in."""
+ORDINARY_WORDS = {"chat", "code", "gymnasium", "pretrain", "recorded"}
+"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium, answers
+that are recorded, text that is mixed in."""
 
 
 def known_names():
