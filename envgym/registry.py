@@ -34,9 +34,6 @@ from .env import CheckedEnv, Env, EnvSpec
 from .errors import ConfigError, NameNotFound, VersionNotFound, did_you_mean
 from .loading import absolute_target, check_class, load_class, load_function, names_file, offered, split_target
 
-PYTHON = "python:"
-"""Before an import path, so that it is one whatever schemes there are: `python:package.module:Class`."""
-
 _ID = re.compile(r"(?:(?P<namespace>[\w:-]+)/)?(?P<name>[\w:.-]+?)(?:-v(?P<version>\d+))?")
 
 
@@ -99,8 +96,8 @@ def spec(name: str, /, **kwargs: Any) -> EnvSpec:
     URL. A scheme comes first: `python:package.module:Class` is an import path whatever schemes there are.
     Raises `NameNotFound` or `VersionNotFound` for what does not exist, `ConfigError` for unusable settings.
     """
-    if name.startswith(PYTHON):
-        return _build(name, name.removeprefix(PYTHON), kwargs)
+    if name.startswith("python:"):
+        return _build(name, name.removeprefix("python:"), kwargs)
     scheme, colon, _ = name.partition(":")
     if colon and scheme in (schemes := offered("envgym.schemes")):
         return _build(name, schemes[scheme], kwargs)

@@ -249,10 +249,9 @@ def test_only_those_that_run_a_whole_run_see_its_configuration():
 # -- names ------------------------------------------------------------------------------------------------
 
 
-ORDINARY_WORDS = {"chat", "code", "gymnasium", "nemo_gym", "pretrain", "recorded"}
-"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium, the servers
-that speak NeMo-Gym's protocol, answers that are recorded, text that is
-mixed in."""
+ORDINARY_WORDS = {"chat", "code", "gymnasium", "pretrain", "recorded"}
+"""Names that the core uses in another sense: chat templates, fingerprints of code, the view for Gymnasium, answers
+that are recorded, text that is mixed in."""
 
 
 def known_names():

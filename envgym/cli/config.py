@@ -29,11 +29,11 @@ def _list_recipes() -> int:
     from envgym.config.recipes import FOLDER, load_recipe, recipe_names
     from envgym.monitoring.report import aligned
 
-    rows = []
-    for name in recipe_names():
-        # A recipe's first comment line describes it; a YAML parser drops it.
+    def about(name: str) -> str:
         line = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
         lacks = needs(parts_of_recipe(load_recipe(name)))
-        rows.append((name, (line[1:].strip() if line.startswith("#") else "") + (f" ({lacks})" if lacks else "")))
-    print(aligned(rows))
+        return line.removeprefix("#").strip() + (f" ({lacks})" if lacks else "")
+
+    # A recipe's first comment line describes it; a YAML parser drops it.
+    print(aligned([(name, about(name)) for name in recipe_names()]))
     return 0

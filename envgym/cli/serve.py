@@ -105,13 +105,10 @@ def chosen_dialect(arguments: Sequence[str]) -> Any:
     parser = Parser("serve", "", "", "")
     parser.add_argument("--dialect")
     name = parser.parse_known_args([word for word in arguments if word not in ("-h", "--help")])[0].dialect
-    if name is None:
-        return None
     dialects = offered("envgym.dialects")
-    if name not in dialects:
-        there_is = f" There is {', '.join(dialects)}." if dialects else ""
-        raise NameNotFound(f"there is no dialect {name!r}.{did_you_mean(name, dialects) or there_is}")
-    return import_target(dialects[name])
+    if name is not None and name not in dialects:
+        raise NameNotFound(f"there is no dialect {name!r}.{did_you_mean(name, dialects)} See: envgym serve --help")
+    return None if name is None else import_target(dialects[name])
 
 
 def announcement(options: Namespace) -> Announcement | None:

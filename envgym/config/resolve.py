@@ -98,8 +98,7 @@ def resolve(
     except UnknownKey as error:
         raise with_suggestion(error, stages[0]) from None
     except NameNotFound as error:
-        is_saved = isinstance(from_file.get("stages"), list)
-        named = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
+        named = set() if isinstance(from_file.get("stages"), list) else set(parts_of_recipe(load_recipe(recipe)))
         raise refusal(f"recipe {recipe}", named.intersection(parts_of_recipe({"stages": stages})), error) from None
     for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)

@@ -29,7 +29,6 @@ from .llm_engine import OutOfRoom
 
 GRADING_SECONDS = 5
 """Time limit for reading an answer, and for comparing it."""
-MATHEMATICS_ENV = "math_verify"
 
 
 class AgentInstanceBase(ABC):
@@ -144,9 +143,9 @@ def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
 def _mathematics() -> type[Any]:
     """The environment that judges mathematics, which is a room of its own. Raises `NameNotFound` without it."""
     try:
-        return registry.load_env_class(registry.find(MATHEMATICS_ENV).entry_point)
+        return registry.load_env_class(registry.find("math_verify").entry_point)
     except NameNotFound as error:
-        raise NameNotFound(f"openrlhf.utils needs the environment {MATHEMATICS_ENV}: {error}") from None
+        raise NameNotFound(f"openrlhf.utils needs the environment math_verify: {error}") from None
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -372,3 +372,33 @@ def test_what_is_written_for_verifiers_is_said_to_be_and_not_imported(write, mon
     ours = write("import envgym\nimport verifiers\n", "ours.py")
     with pytest.raises(ConfigError, match="No module named 'verifiers'"):
         registry.spec(str(ours))
+
+
+class Elsewhere(envgym.EnvSpec):
+    env_class = One
+
+
+def test_a_scheme_that_a_package_brings_wins_and_python_names_an_import(monkeypatch):
+    offered = registry.offered
+    schemes = {"openenv": f"{__name__}:Elsewhere", __name__.partition(".")[0]: f"{__name__}:Elsewhere"}
+    monkeypatch.setattr(registry, "offered", lambda group: schemes if group == "envgym.schemes" else offered(group))
+    for name in ("openenv:game", "openenv://host/game", f"{__name__.partition('.')[0]}:One"):
+        spec = registry.spec(name)
+        assert (type(spec), spec.id) == (Elsewhere, name)
+        assert registry.spec_from_json(spec.to_json()) == spec
+    imported = registry.spec(f"python:{__name__}:One", size=3)
+    assert (type(imported.make().env), imported.config.size) == (One, 3)
+    assert registry.spec_from_json(imported.to_json()) == imported
+
+
+def test_a_setting_may_say_where_an_environment_is_that_nobody_registered(monkeypatch):
+    offered, locators = registry.offered, {"size": f"{__name__}:Elsewhere"}
+    monkeypatch.setattr(registry, "offered", lambda group: locators if group == "envgym.locators" else offered(group))
+    assert type(registry.spec("far", size=2)) is Elsewhere
+    with pytest.raises(NameNotFound):
+        registry.spec("far")
+
+
+def test_the_registry_imports_no_client():
+    code = "import sys, envgym.registry as r; r.spec('math_verify'); print([m for m in sys.modules if 'remote' in m])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
