@@ -13,9 +13,8 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import aiohttp
 from pydantic import Field, model_validator
 
 from envgym.agents.external import responses_api
@@ -24,7 +23,12 @@ from envgym.errors import ConfigError, DataError, InvalidOutcome, did_you_mean
 from envgym.tasks import DataEnvConfig, DataEnvSpec, Form
 from envgym.types import Action, Message, Observation, StopReason, Task, TextPart, ToolCall, as_messages
 
-from .protocol import PARAMS, FlowName, Session, check_valid, connector, find_resources_server, flow_of, number, numbers
+from .protocol import PARAMS, FlowName, check_valid, number, numbers
+
+if TYPE_CHECKING:
+    from envgym.net.client import ConnectionPool
+
+    from .client import Session
 
 OWN_ROUTES = {"seed_session", "verify", "reset", "step", "close", "close_session", "aggregate_metrics"}
 """Routes of a server that are its own, never a tool's."""
@@ -102,7 +106,7 @@ class NemoGym(DataEnvSpec):
     config: NemoGymConfig
     answer_required = False
 
-    _connections: aiohttp.TCPConnector | None = None
+    _connections: ConnectionPool | None = None
     _url = ""
     _flow: FlowName = "tools"
 
@@ -111,18 +115,20 @@ class NemoGym(DataEnvSpec):
         if not (config.url or config.head):
             raise ConfigError(f"environment {self.id}: which server? set env.url, or env.head and env.server")
         await super().setup()
-        self._connections = connector()
+        from . import client
+
+        self._connections = client.connections()
         try:
-            async with aiohttp.ClientSession(connector=self._connections, connector_owner=False) as http:
-                self._url = config.url or await find_resources_server(str(config.head), config.server, http)
-                self._flow = await flow_of(self._url, http, None if config.flow == "auto" else config.flow)
+            http = client.http_client(self._connections)
+            self._url = config.url or await client.find_resources_server(str(config.head), config.server, http)
+            self._flow = await client.flow_of(self._url, http, None if config.flow == "auto" else config.flow)
         except BaseException:
             await self.teardown()
             raise
 
     async def teardown(self) -> None:
         if self._connections is not None:
-            await self._connections.close()
+            await self._connections.aclose()
             self._connections = None
         await super().teardown()
 
@@ -131,6 +137,8 @@ class NemoGym(DataEnvSpec):
 
     def flow(self, task: Task) -> Flow:
         """A new session for `task`, in the server's flow."""
+        from .client import Session
+
         assert self._connections is not None, "setup comes first"
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
@@ -181,7 +189,7 @@ class Flow(ABC):
         """Answer a turn of the policy."""
 
     async def close(self) -> None:
-        await self.session.close()
+        """Tell the server, where it wants to know."""
 
     def opening(self, *more: Message) -> Observation:
         return Observation((*as_messages(self.task.prompt), *more), tools=tuple(self.tools.values()))
@@ -289,12 +297,9 @@ class GymnasiumFlow(Flow):
         return results
 
     async def close(self) -> None:
-        try:
-            if self._closes:
-                with contextlib.suppress(InvalidOutcome):  # the episode is over, whatever the server makes of that
-                    await self.session.ask("close", {})
-        finally:
-            await super().close()
+        if self._closes:
+            with contextlib.suppress(InvalidOutcome):  # the episode is over, whatever the server makes of that
+                await self.session.ask("close", {})
 
 
 def _message(action: Action) -> Message:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import aiohttp
 from pydantic import Field, field_validator
 
 from envgym.agent import Agent, AgentConfig, Sampler
@@ -25,9 +24,10 @@ from envgym.render import Renderer
 from envgym.types import Episode, Limit, Outcome, Task
 
 from . import protocol
-from .protocol import PARAMS, head_config, post_json
+from .protocol import PARAMS
 
-CONNECT_SECONDS = 10.0
+if TYPE_CHECKING:
+    from envgym.net.client import HttpClient
 
 
 class NeMoGymConfig(AgentConfig):
@@ -78,15 +78,16 @@ class NeMoGym(Agent):
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         assert engine is not None, "a sampling agent is given an engine"
+        from . import client
+
         row = row_of(task)
         conversation = Conversation(self.renderer, engine, None, self.config.max_tokens)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)  # the episode has a deadline
         try:
-            async with asyncio.timeout(self.config.timeout), aiohttp.ClientSession() as http:
+            async with asyncio.timeout(self.config.timeout), client.http_client() as http:
                 url, endpoint = await self._addresses(http, row)
                 async with endpoint.session(conversation) as access:
                     body = _with_ticket(row, access.ticket)
-                    answer = await post_json(http, f"{url}/run", body, kind="agent", timeout=timeout)
+                    answer = await client.post_json(http, f"{url}/run", body, kind="agent", seconds=None)
         except TimeoutError:
             message = f"the agent server took longer than {self.config.timeout:g} s"
             raise InvalidOutcome("agent", message, retryable=True) from None
@@ -110,8 +111,10 @@ class NeMoGym(Agent):
         metrics = protocol.numbers(answer, {*task.fields, "reward", "mask_sample"})
         return conversation.episode(task, outcome, reward, {"metrics": metrics}, conversation.messages)
 
-    async def _addresses(self, http: aiohttp.ClientSession, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
+    async def _addresses(self, http: HttpClient, row: Mapping[str, Any]) -> tuple[str, Endpoint]:
         """The agent server's URL, and the endpoint at the address where it looks for its model server."""
+        from .client import head_config
+
         name = self.config.server or (row.get("agent_ref") or {}).get("name") or ""
         if not name:
             raise InvalidOutcome("agent", "whose row is it? It has no agent_ref: set agent.server")

@@ -9,12 +9,12 @@ import secrets
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from envgym.agents.external.responses_api import Item, input_items, output_items, response
 from envgym.agents.token_level import observed_messages
@@ -22,8 +22,11 @@ from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
 from envgym.types import Action, Message, Observation, ToolCall
 
-from .protocol import FAILURE_CLASS, PARAMS, numbers, post_json
+from .protocol import FAILURE_CLASS, PARAMS, numbers
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
+
+if TYPE_CHECKING:
+    from envgym.net.client import HttpClient
 
 COOKIE = "envgym_session"
 IDLE_SECONDS = 3600.0
@@ -51,9 +54,7 @@ async def body_of(request: web.Request) -> Mapping[str, Any]:
 
 
 @web.middleware
-async def with_cookie(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def with_cookie(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the session in every response: their agents keep the cookies of the latest one alone."""
     SESSION_ID.set(session_id := request.cookies.get(COOKIE) or secrets.token_urlsafe(24))
     answer = await handler(request)
@@ -257,11 +258,12 @@ class AgentServer:
 
     async def _play(self, episode: ServedEpisode, params: Mapping[str, Any], output: list[Item]) -> Item:
         """Play to the end, adding to `output`. Returns the last `Response`, with the usage of all."""
+        from .client import http_client
+
         prompt = params["input"]
         prompt = input_items((Message.of("user", prompt),)) if isinstance(prompt, str) else list(prompt)
         used = Counter[str]()
-        # With the cookies of this episode alone. The usual jar refuses those of hosts that are addresses.
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
+        async with http_client(keeps_cookies=True) as http:  # this episode's alone
             while True:
                 answer = await self._sample(http, {**params, "input": [*prompt, *output]})
                 output += answer["output"]
@@ -276,11 +278,12 @@ class AgentServer:
                 output += input_items(observed_messages(observation))
         return {**answer, "usage": {**usage, **used} if usage else None}
 
-    async def _sample(self, http: aiohttp.ClientSession, body: Mapping[str, Any]) -> Item:
+    async def _sample(self, http: HttpClient, body: Mapping[str, Any]) -> Item:
         """One turn of the policy. Raises `InvalidOutcome` (`model_server`) where there is none."""
+        from .client import post_json
+
         url = f"{self._model_server}/v1/responses"
-        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
-        answer = await post_json(http, url, body, kind="model_server", timeout=timeout)
+        answer = await post_json(http, url, body, kind="model_server", seconds=CALL_SECONDS)
         try:
             return {**answer, "output": [dict(item) for item in answer["output"]]}
         except (ValueError, TypeError, KeyError):

@@ -1,0 +1,164 @@
+"""Requests to NeMo-Gym's servers. Only what plays imports it: httpx is no part of the base install."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
+from envgym.net.client import ConnectionPool, HttpClient, NoAnswer
+
+from .protocol import ROUTES, FlowName, address_of, servers, url_of
+
+CONNECT_TRIES = 3
+"""Tries of a connection that is refused: nothing has been sent then."""
+KEEPALIVE = 2.0
+"""Seconds an unused connection is kept: less than servers do, or a request might meet one that is just closing."""
+MAX_ANSWER = 64 * 2**20
+"""Bytes an answer may have. A rollout repeats the row and every turn with its tokens."""
+LOOKUP_SECONDS = 10.0
+"""Time limit of each request that looks a server up."""
+
+
+def connections() -> ConnectionPool:
+    """The connections that all episodes share. Without a limit: none should wait for another's slow call."""
+    return ConnectionPool(MAX_ANSWER, KEEPALIVE)
+
+
+def http_client(shared: ConnectionPool | None = None, *, keeps_cookies: bool = False) -> HttpClient:
+    """A client over shared connections, or over its own."""
+    return HttpClient(shared or connections(), keeps_cookies=keeps_cookies)
+
+
+class Session:
+    """One episode's session with a resources server. The server knows it by its cookies alone, which are its own.
+
+    Every failure is an `InvalidOutcome`: `server_unreachable`, `server_lost` (the connection broke when the request may
+    have arrived, so that it cannot be sent again), `server_timeout`, `server_error` (an error status) or
+    `server_protocol` (an answer that NeMo-Gym does not give).
+    """
+
+    def __init__(self, url: str, connections: ConnectionPool, timeout: float) -> None:
+        self._url = url.rstrip("/")
+        self._timeout = timeout
+        self._http = http_client(connections, keeps_cookies=True)
+
+    async def ask(self, route: str, body: Mapping[str, Any], *, repeatable: bool = False) -> dict[str, Any]:
+        """POST to a route of the server's own, and the JSON object of its answer.
+
+        `repeatable`: the server knows the request by an id in it, so that a lost one is sent once more.
+        """
+        try:
+            status, text = await self.post(route, body)
+        except InvalidOutcome as error:
+            if not repeatable or error.kind != "server_lost":
+                raise
+            status, text = await self.post(route, body)
+        if status != 200:
+            message = f"{self._url}/{route} answers {status}: {' '.join(text.split())[:300]}"
+            raise InvalidOutcome("server_error", message, retryable=status >= 500 or status == 429)
+        return _object(text, f"{self._url}/{route}", "server_protocol")
+
+    async def post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
+        """Status and text of the server's answer to a POST, whatever they are."""
+        # Encoded here, as `/` and `..` in a tool's name would lead elsewhere.
+        url, content = f"{self._url}/{quote(route, safe='')}", json.dumps(dict(body)).encode()
+        try:
+            answer = await self._http.exchange("POST", url, content, seconds=self._timeout, connects=CONNECT_TRIES)
+        except NoAnswer as failure:
+            kind, message = {
+                "timeout": ("server_timeout", f"{url} has not answered within {self._timeout:g} s"),
+                "lost": ("server_lost", f"{url}: the connection broke ({failure.reason})"),
+                "unusable": ("server_protocol", f"{url} {failure}"),
+            }.get(failure.kind, ("server_unreachable", f"{self._url}: Cannot connect ({failure.reason})"))
+            raise InvalidOutcome(kind, message, retryable=kind != "server_protocol") from None
+        return answer.status_code, answer.text
+
+
+async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds: float | None) -> dict[str, Any]:
+    """The JSON object that a server answers a POST with. Raises `InvalidOutcome` of this kind for anything else."""
+    try:
+        answer = await http.exchange("POST", url, json.dumps(body).encode(), seconds=seconds)
+    except NoAnswer as failure:
+        raise InvalidOutcome(kind, f"{url} {failure}", retryable=failure.kind != "unusable") from None
+    status, text = answer.status_code, answer.text
+    if status != 200:
+        raise InvalidOutcome(kind, f"{url} answers with {status}: {text[:300]}", retryable=status >= 500)
+    return _object(text, url, kind)
+
+
+def _object(text: str, url: str, kind: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise InvalidOutcome(kind, f"{url} answers no JSON object: {text[:80]!r}")
+    return answer
+
+
+# -- looking servers up --------------------------------------------------------------------------------
+
+
+async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
+    """The config of a head server, which gives it as YAML within a JSON string.
+
+    Raises `ConfigError`. The config may hold keys: no message quotes it.
+    """
+    status, text = await _get(f"{head.rstrip('/')}/global_config_dict_yaml", http)
+    config: Any = None
+    if status == 200:
+        try:
+            config = yaml.safe_load(json.loads(text))
+        except (ValueError, AttributeError, RecursionError, yaml.YAMLError):
+            config = None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{head}: not a head server of NeMo-Gym: it has no configuration at /global_config_dict_yaml")
+    return config
+
+
+async def find_resources_server(head: str, name: str | None, http: HttpClient) -> str:
+    """The URL of the resources server that a head server's config calls `name`, or of the only one there.
+
+    Raises `ConfigError`.
+    """
+    config = await head_config(head, http)
+    entries = servers(config, "resources_servers")
+    found = {name: at for name, settings in entries.items() if (at := address_of(settings, config)) is not None}
+    names = ", ".join(found) or "none at all"
+    if name is None and len(found) != 1:
+        raise ConfigError(f"{head}: which resources server? set env.server to one of {names}")
+    name = next(iter(found)) if name is None else name
+    if name not in found:
+        raise ConfigError(f"{head}: no resources server {name!r}, only {names}.{did_you_mean(name, found)}")
+    return url_of(*found[name], head)
+
+
+async def flow_of(url: str, http: HttpClient, wanted: FlowName | None = None) -> FlowName:
+    """The flow that the server at `url` has routes for; where it has both, `wanted`, or tools. Raises `ConfigError`."""
+    # The routes take POST alone, so that a GET tells of them and begins nothing.
+    flows = []
+    for flow, routes in ROUTES.items():
+        statuses = [(await _get(f"{url.rstrip('/')}/{route}", http))[0] for route in routes]
+        if statuses == [405, 405]:
+            flows.append(flow)
+    if not flows:
+        missing = " nor ".join(f"/{first} and /{second}" for first, second in ROUTES.values())
+        raise ConfigError(f"{url}: not a resources server of NeMo-Gym: it has neither {missing}")
+    if wanted is not None and wanted not in flows:
+        raise ConfigError(f"{url}: this server does not speak the flow {wanted!r}, only {flows[0]!r}")
+    return wanted or flows[0]
+
+
+async def _get(url: str, http: HttpClient) -> tuple[int, str]:
+    try:
+        answer = await http.exchange("GET", url, seconds=LOOKUP_SECONDS)
+    except NoAnswer as failure:
+        if failure.kind == "url":
+            raise ConfigError(f"{url}: not a usable URL; it looks like http://127.0.0.1:11000") from None
+        raise ConfigError(f"{url} {failure}; is the server running, and well?") from None
+    return answer.status_code, answer.text
