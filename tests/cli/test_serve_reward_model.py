@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 
 from envgym.errors import InvalidOutcome
+from envgym.net.server import running
 from envgym.services import RewardEndpoint
 from envgym.services.client import Assessment, RewardClient
 from envgym.services.reward import RewardEndpointClient
@@ -155,7 +156,8 @@ def test_without_a_token_web_pages_cannot_use_it_by_another_name_either(headers,
 
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            async with RewardServer(One(), None).running(listener), aiohttp.ClientSession(headers=headers) as http:
+            app = RewardServer(One(), None).app
+            async with running(app, listener, drain=1), aiohttp.ClientSession(headers=headers) as http:
                 url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 async with http.post(f"{url}/get_reward", json={"query": ["a"]}) as answer:
                     assert answer.status == status
