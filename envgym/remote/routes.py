@@ -66,8 +66,8 @@ def match(path: str, method: str) -> tuple[Route, list[str]]:
     requests are none of aiohttp's: a message of the channel is a path and a body, and a request object for each would
     cost more than all else that is done for one.
     """
-    parts = path.split("/")
-    routes, values = _by_parts.get(tuple(parts)) if "{" not in path else None, list[str]()
+    parts, values = path.split("/"), []
+    routes = _by_parts.get(tuple(parts)) if "{" not in path else None
     if routes is None and len(parts) > _VARIABLE and parts[_VARIABLE]:
         routes = _by_parts.get((*parts[:_VARIABLE], "{}", *parts[_VARIABLE + 1 :]))
         values = [unquote(parts[_VARIABLE])]

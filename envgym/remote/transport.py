@@ -178,7 +178,7 @@ class Transport:
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
         now = asyncio.get_running_loop().time
-        waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), None
+        waits, give_up_at = None, 0.0
         while True:
             if self._closed:  # a server that left for good, say
                 raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=True)
@@ -204,7 +204,8 @@ class Transport:
                     raise failure
             logger.debug("%s %s: %s", method, path, failure)
             if wait is None:
-                give_up_at = now() + patience if give_up_at is None else give_up_at
+                if waits is None:
+                    waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), now() + patience
                 wait = next(waits)
                 if now() + wait > give_up_at:
                     raise failure
