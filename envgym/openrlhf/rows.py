@@ -20,8 +20,8 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
     """Write the file `out` of rows, one for each of the episodes that say something, and return their number: `input`,
     `output`, and the `reward` where there is one.
 
-    `model` has the tokenizer whose chat template, with `chat`, makes the input of what was asked. A space breaks up what
-    the policy or a tool spelled of its special tokens: whoever reads a row's text would take them for tokens.
+    `model` has the tokenizer whose chat template, with `chat`, makes the input of what was asked. A space breaks up
+    what the policy or a tool spelled of its special tokens: whoever reads a row's text would take them for tokens.
     """
     from envgym.episodes.files import read_episodes
     from envgym.render import load_tokenizer, make_renderer
