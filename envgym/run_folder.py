@@ -78,10 +78,13 @@ class RunFolder:
         lines = self.metrics_file.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
+    def write_metrics(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Put these records in the place of those written so far."""
+        write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
+
     def rewind(self, step: int) -> None:
         """Forget what was written after `step`, so that a resumed run continues as if nothing had happened."""
-        records = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.metrics_file, "".join(json.dumps(record) + "\n" for record in records))
+        self.write_metrics([record for record in self.read_metrics() if record["step"] <= step])
         for folder, suffix in ((self.rollouts, ".parquet"), (self.learned, ".parquet"), (self.events, ".jsonl")):
             for number, path in files_by_step(folder, suffix).items():
                 if number > step:

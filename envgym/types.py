@@ -81,7 +81,8 @@ class Message:
     def as_dict(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """The form that chat templates and OpenAI-compatible APIs take, `{"role": …, "content": …}` at least.
 
-        A call's arguments are a mapping, as templates want them, or JSON text, as the APIs do.
+        A call's arguments are a mapping, as templates want them, or JSON text, as the APIs do. `from_others` is there
+        where it is true: templates and APIs get messages that are `rewritten`, in which it is not.
         """
         result: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
@@ -94,6 +95,8 @@ class Message:
             result["tool_call_id"] = self.tool_call_id
         if self.name:
             result["name"] = self.name
+        if self.from_others:
+            result["from_others"] = True
         return result
 
 
@@ -126,7 +129,8 @@ def _message(item: Mapping[str, Any]) -> Message:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         calls.append(ToolCall(str(call.get("id", "")), function["name"], arguments, call.get("error") or ""))
     ids = (str(item.get("tool_call_id") or ""), str(item.get("name") or ""))
-    return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids)
+    others = bool(item.get("from_others"))
+    return Message(item["role"], tuple(TextPart(text) for text in texts), tuple(calls), *ids, from_others=others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from envgym.engine import Generation
 from envgym.env import CheckedEnv, EnvSpec, Info
+from envgym.env.checked import shown
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.loading import users_line
 from envgym.processes import cancellation
@@ -234,7 +235,7 @@ class Player:
             if isinstance(result, tuple) and len(result) == 5:
                 for name, flag in (("terminated", result[2]), ("truncated", result[3])):
                     if type(flag).__name__ not in ("bool", "bool_"):
-                        played.odd_flag = f"step returned {flag!r:.40} as {name}"
+                        played.odd_flag = f"step returned {shown(flag)} as {name}"
             return result
 
         async def awaited(result: Coroutine[Any, Any, Any]) -> Any:

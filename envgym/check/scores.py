@@ -155,12 +155,12 @@ def _listed(means: Mapping[str, float]) -> str:
 
 def _unrewarded(subject: Subject, earned: Earned) -> Finding:
     """The finding where no episode has a reward or a score."""
-    if earned.failure or not any(part.gives_rewards for part in subject.spec.parts()):
+    if not earned.all or not any(part.gives_rewards for part in subject.spec.parts()):
         return not_applicable(earned.failure or "no rewards are given")
     found = f"no reward in any of {len(earned.all)} episodes"
     if any(episode.outcome.status is Status.COMPLETED for episode in earned.all):
         return failed(found, "nothing can be learned without: return a number as the reward, 0.0 for a wrong answer")
-    return warning(f"{found}, of which none came to an end", "see that the last step gives one: envgym envs try")
+    return failed(f"{found}, of which none came to an end", "see that the last step gives one: envgym envs try")
 
 
 def _reward_range(subject: Subject, earned: Earned) -> Finding:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import math
 import numbers
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
@@ -96,6 +97,9 @@ class CheckedEnv(Env):
             reward = checked_numbers(reward, info)
         except ValueError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
+        if inspect.iscoroutine(terminated) or inspect.iscoroutine(truncated):  # each is true
+            flags = shown((terminated, truncated))
+            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {flags}")
         self._playing = not (terminated or truncated)
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
 
@@ -160,12 +164,13 @@ class CheckedEnv(Env):
 
     def _observation(self, value: Any) -> Observation:
         try:
-            if inspect.iscoroutine(value):
-                raise TypeError(f"an observation is text, messages or an Observation, not {shown(value)}")
             observation = as_observation(value)
+            size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
         except TypeError as error:
-            raise InvalidStep(f"{self.spec.id}: {error}") from None
-        size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
+            problem: object = error
+            if any(_coroutines(value)):
+                problem = f"an observation is text, messages or an Observation, not {shown(value)}"
+            raise InvalidStep(f"{self.spec.id}: {problem}") from None
         if size > MOST_CHARACTERS:
             raise InvalidStep(
                 f"{self.spec.id}: an observation has {size:,} characters, more than the {MOST_CHARACTERS:,} that are "
@@ -204,10 +209,23 @@ def _number(what: str, value: Any) -> float:
 
 def shown(value: Any) -> str:
     """A value that a call returned, as part of a sentence on the value that it should have returned."""
+    if not (forgotten := list(_coroutines(value))):
+        return f"{value!r:.80}"
+    for coroutine in forgotten:
+        coroutine.close()  # or Python warns, later and elsewhere, that nobody awaited it
+    return f"a coroutine: an await is missing before {forgotten[0].__name__}(…)"
+
+
+def _coroutines(value: Any) -> Iterator[Any]:
+    """The coroutines in what a call returned: in a tuple, in messages, wherever one was forgotten."""
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns, later and elsewhere, that nobody awaited it
-        return f"a coroutine: an await is missing before {value.__name__}(…)"
-    return f"{value!r:.80}"
+        yield value
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        value = [*value.values()]
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from _coroutines(item)
 
 
 def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:

@@ -28,7 +28,9 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
     episodes show: the task's `key`, sampled `tokens`, `turns`, and `surprise`, the mean of their -log p."""
     pa, pq = _pyarrow("writing rollouts")
     tasks: dict[int, str] = {}  # a task, which the members of a group share, is written out once
-    table = pa.Table.from_pylist([_columns(episode, tasks) for episode in episodes], _schema(pa))
+    rows = [_columns(episode, tasks) for episode in episodes]
+    marked = any("from_others" in message for row in rows for message in row["messages"])
+    table = pa.Table.from_pylist(rows, _schema(pa, marked=marked))
     with replacing(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROWS_A_GROUP)
 
@@ -109,14 +111,16 @@ def _columns(episode: Episode, tasks: dict[int, str]) -> dict[str, Any]:
     return {**record, **maps, **listed, "task": task}
 
 
-def _schema(pa: Any) -> Any:
+def _schema(pa: Any, *, marked: bool = False) -> Any:
+    """The columns; messages tell whether they are `from_others` where some are `marked` so."""
     text, number, integer, token, yes = pa.string(), pa.float64(), pa.int64(), pa.int32(), pa.bool_()
 
     def struct(**columns: Any) -> Any:
         return pa.struct(list(columns.items()))
 
     call = struct(id=text, type=text, function=struct(name=text, arguments=text), error=text)
-    message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text)
+    mark = {"from_others": yes} if marked else {}
+    message = struct(role=text, content=text, tool_calls=pa.list_(call), tool_call_id=text, name=text, **mark)
     segment = struct(
         role=text,
         token_ids=pa.list_(token),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -16,24 +16,29 @@ from envgym.learner import TrainSample
 from envgym.render.spelling import IN_APIS
 from envgym.types import Episode, Group, Status, StopReason
 
+Spells = Callable[[str], object]
+"""True for an answer in which a special token is spelled out."""
 
-def rollout_metrics(groups: Sequence[Group], *, sampled: bool = True) -> dict[str, Any]:
+
+def rollout_metrics(
+    groups: Sequence[Group], *, sampled: bool = True, spells: Spells = IN_APIS.search
+) -> dict[str, Any]:
     """Rewards, scores, lengths and failures of the groups a step played, over all and for each member of a mixture.
 
     Failed episodes are counted, no more; so are the failed attempts that were played again. Of what was not `sampled`
-    there are no rewards and scores: they are the data's, whatever is learned.
+    there are no rewards and scores: they are the data's, whatever is learned. `spells` is the policy's renderer's.
     """
-    record = _outcomes(groups, sampled)
+    record = _outcomes(groups, sampled, spells)
     finished = [episode for group in groups for episode in group.episodes if not episode.failed]
     if finished and any(segment.logprobs for row in finished[0].rows for segment in row.segments):
         record |= _lengths(finished)
     for name in sorted({group.task.env for group in groups} - {""}):
-        of_member = _outcomes([group for group in groups if group.task.env == name], sampled)
+        of_member = _outcomes([group for group in groups if group.task.env == name], sampled, spells)
         record |= {f"env/{name}/{key.removeprefix('env/')}": value for key, value in of_member.items()}
     return record
 
 
-def _outcomes(groups: Sequence[Group], sampled: bool) -> dict[str, Any]:
+def _outcomes(groups: Sequence[Group], sampled: bool, spells: Spells) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [episode for episode in episodes if not episode.failed]
     failed = [episode for group in groups for episode in [*group.episodes, *group.lost] if episode.failed]
@@ -50,7 +55,7 @@ def _outcomes(groups: Sequence[Group], sampled: bool) -> dict[str, Any]:
     for name in sorted({name for episode in finished for name in episode.metrics}):
         record[f"env/{name}"] = fmean(e.metrics[name] for e in finished if name in e.metrics)
     answers = (message.text for episode in finished for message in episode.messages if message.role == "assistant")
-    if spelled := sum(IN_APIS.search(answer) is not None for answer in answers):
+    if spelled := sum(bool(spells(answer)) for answer in answers):
         record["answers/special_tokens"] = spelled
     for kind, count in sorted(Counter(episode.outcome.reason for episode in failed).items()):
         record[f"failures/{kind}"] = count

@@ -31,8 +31,9 @@ class Recorder:
 
     def finish(self) -> None:
         """Raise `no_variance` at the end of a run that sampled, where it was too short for it or its groups hold one
-        episode each, and rewards never varied."""
-        steps = [record for record in self._folder.read_metrics() if "reward/min" in record]
+        episode each, and rewards never varied. The last record has it then, and the share that its sentence gives."""
+        records = self._folder.read_metrics()
+        steps = [record for record in records if "reward/min" in record]
         rewards = {record[key] for record in steps for key in ("reward/min", "reward/max")}
         varies = len(rewards) > 1 and any(record.get("reward/zero_variance_share") != 1 for record in steps)
         if not steps or varies or self.alarms.counts["no_variance"]:
@@ -43,7 +44,11 @@ class Recorder:
             f"every episode of the run had {same}, and that teaches nothing: see what a right and a wrong answer earn "
         )
         text += "(envgym envs try), and whether the tasks are far too hard or too easy (envgym show)"
-        self._display.alarm(steps[-1]["step"], text)
+        last = steps[-1]
+        last["reward/zero_variance_share"] = 1.0  # of groups of one too
+        last["alarms"] = [*dict.fromkeys([*last.get("alarms", []), "no_variance"])]
+        self._folder.write_metrics(records)
+        self._display.alarm(last["step"], text)
 
     def write(self, record: dict[str, Any]) -> None:
         """Record a step, or (0) the measurement before the first one. Adds the `alarms` that begin with it."""

@@ -20,10 +20,12 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
     """Write the file `out` of rows, one for each of the episodes that say something, and return their number: `input`,
     `output`, and the `reward` where there is one.
 
-    `model` has the tokenizer whose chat template, with `chat`, makes the input of what was asked.
+    `model` has the tokenizer whose chat template, with `chat`, makes the input of what was asked. A space breaks up
+    what the policy or a tool spelled of its special tokens: whoever reads a row's text would take them for tokens.
     """
     from envgym.episodes.files import read_episodes
     from envgym.render import load_tokenizer, make_renderer
+    from envgym.render.spelling import BREAK, after_prompt
 
     renderer = make_renderer("chat" if chat else "raw", load_tokenizer(model))
     rows: list[Row] = []
@@ -31,9 +33,10 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
         *asked, answer = episode.messages or [Message.of("assistant", "")]
         if episode.failed or not answer.text.strip():  # an empty answer teaches nothing, and is refused as data
             continue
-        text = renderer.opening(Observation(messages=tuple(asked)))[0]
+        text = renderer.opening(Observation(messages=renderer.spelled(after_prompt(asked))))[0].replace(BREAK, " ")
         reward = {} if episode.reward is None else {"reward": episode.reward}
-        rows.append({"input": text, "output": answer.text, **reward})
+        output = renderer.speller.of_policy(answer.text).replace(BREAK, " ")
+        rows.append({"input": text, "output": output, **reward})
     if not rows:
         raise RunError(f"{episodes}: every episode failed or says nothing: there is no row to write")
     rows = process(rows)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from envgym.errors import ConfigError, InvalidStep, missing_package
 from envgym.types import Message, Observation
 
-from .spelling import BREAK, Speller, rewritten
+from .spelling import BREAK, IN_APIS, Speller, rewritten
 
 if TYPE_CHECKING:
     from .dialogue import Dialogue
@@ -106,6 +106,10 @@ class Renderer(ABC):
         """The messages as they are rendered: with a `BREAK` in each special token that others have spelled out."""
         speller = self.speller
         return tuple(rewritten(m, speller.of_policy if m.role == "assistant" else speller.of_all) for m in messages)
+
+    def spells(self, text: str) -> bool:
+        """True where an answer of the policy spells out a special token."""
+        return self.speller.of_policy(text) != text
 
     # -- text that stands in the middle of a conversation -------------------------------------------------------
 
@@ -207,6 +211,9 @@ class NoRenderer(Renderer):
 
     def __init__(self) -> None:
         self.stop_token_ids = ()
+
+    def spells(self, text: str) -> bool:
+        return IN_APIS.search(text) is not None
 
     def dialogue(self) -> NoReturn:
         raise ConfigError("this agent renders tokens, which an API as the engine (engine.kind=openai) does not take")

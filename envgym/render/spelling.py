@@ -45,13 +45,13 @@ def after_prompt(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def rewritten(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with `change` made to all of its words, where others wrote them."""
+    """The message with `change` made to all of its words, where others wrote them, and no longer said to be theirs."""
     if not message.from_others and message.role != "tool":
         return message
     calls = tuple(
         replace(call, name=change(call.name), arguments=_changed(call.arguments, change)) for call in message.tool_calls
     )
-    return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls)
+    return replace(message, content=(TextPart(change(message.text)),), tool_calls=calls, from_others=False)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

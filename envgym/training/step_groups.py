@@ -96,7 +96,8 @@ class StepGroups:
     def record_rollout(self, batch: RolloutBatch, groups: Sequence[Group]) -> None:
         """Add to the step's record what was played and which groups of it are learned from."""
         record, config = self.progress.record, self.stage.rollout
-        record |= rollout_metrics(batch.played, sampled=self.uses_policy) | self.cursor.metrics()
+        spells = self.components.runner.agent.renderer.spells
+        record |= rollout_metrics(batch.played, sampled=self.uses_policy, spells=spells) | self.cursor.metrics()
         if config.filter.on and self.uses_policy:
             record |= batch.metrics() | {"filter/filled_share": len(groups) / config.tasks}
             record["filter/carried_over"] = len(self.buffer)

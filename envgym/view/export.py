@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envgym.disk import write_atomically
-from envgym.errors import ConfigError, DataError
+from envgym.errors import ConfigError, DataError, EnvgymError
 
-from .episodes import Listing, listing
 from .server import PAGE, Answers, dumped
 
 MODULES = ("api", "dom", "plot", "charts", "home", "run", "list", "episode", "lanes", "compare", "app")
@@ -27,13 +26,15 @@ MARK = "<meta name=generator content=envgym>"
 
 
 class Held(NamedTuple):
-    """Content of a file of `bytes`: episodes with their tokens, steps with their lists, each of how many."""
+    """Content of a file of `bytes`: episodes with their tokens, steps with their lists, each of how many, and the
+    sources of which something is `unread`."""
 
     bytes: int
     episodes: int
     of_episodes: int
     steps: int
     of_steps: int
+    unread: list[str]
 
 
 def is_export(path: Path) -> bool:
@@ -47,53 +48,76 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
 
     Of each step the best, the worst, those that failed and the most surprising come first. It stays below `megabytes`:
     lists of the newest steps take half of that, then come episodes, then older lists, and what goes beyond is left
-    out. Raises `ConfigError` where the page with its curves alone goes beyond, or `out` cannot be written.
+    out. In place of what cannot be read stands the reason, as the server answers it. Raises `DataError` where no source
+    can be read, `ConfigError` where the page with its curves alone goes beyond, or `out` cannot be written.
     """
     answers = Answers([source])
     if not answers.sources:
         raise DataError(f"{source} is no run, no evaluation and no file of episodes")
-    held: dict[str, Any] = {}
+    held: dict[str, str] = {}
+    unread: dict[str, str] = {}
     room = int(megabytes * 2**20) - 300_000  # the page itself, and what base64 adds, are below that
 
-    def hold(path: str, leave: int = 0) -> bool:
+    def ask(path: str) -> Any:
+        try:
+            return answers(path)
+        except EnvgymError as error:
+            unread[path] = str(error)
+            return {"error": str(error)}
+
+    def hold(path: str, answer: Any, leave: int = 0) -> bool:
         nonlocal room
-        text = dumped(answers(path))
+        text = dumped(answer)
         size = len(gzip.compress(text.encode())) * 4 // 3
         if size > room - leave:
             return False
         room -= size
         held[path] = text
-        return True
+        return path not in unread
 
-    shown = {name: one for name, one in answers.sources.items() if not one.why}
-    curves = [path for name in shown for path in (f"run|{name}", f"metrics|{name}|0")]
-    if not all(hold(path) for path in ["index", *curves]):
+    lines = answers("index")
+    curves: dict[str, Any] = {"index": lines}
+    steps: list[tuple[str, int]] = []
+    for line in lines:
+        questions = f"run|{line['id']}", f"metrics|{line['id']}|0"
+        if line.get("why"):
+            unread[questions[0]] = line["why"]
+            continue
+        answered = {path: ask(path) for path in questions}
+        if reasons := [unread[path] for path in questions if path in unread]:
+            line |= {"state": "unreadable", "why": reasons[0]}
+        else:
+            curves |= answered
+            steps += [(line["id"], step) for step in reversed(answered[questions[0]]["steps"])]
+    if len(curves) == 1:
+        raise DataError(lines[0]["why"])
+    if not all(hold(path, answer) for path, answer in curves.items()):
         raise ConfigError(
             f"--megabytes {megabytes:g} is too little for the page and its curves: give more, or leave it out"
         )
-    steps = [(name, step) for name, one in shown.items() for step in sorted(one.files(), reverse=True)]
     leave, whole, wanted, older = room // 2, 0, [], []
     for name, step in steps:
-        found = listing(answers.sources[name], step)
-        whole += len(found)
-        if hold(f"list|{name}|{step}|0|{ROWS}", leave):
-            hold(f"lanes|{name}|{step}", leave)
-            wanted.append([f"episode|{name}|{step}|{index}" for index in telling(found)])
-        else:
-            older.append(f"list|{name}|{step}|0|{ROWS}")
-    kept = sum(hold(path) for path in in_turns(wanted, episodes))
-    lists = len(wanted) + sum(hold(path) for path in older)
+        path = f"list|{name}|{step}|0|{ROWS}"
+        answer = ask(path)
+        whole += answer.get("total", 0)
+        if hold(path, answer, leave):
+            hold(f"lanes|{name}|{step}", ask(f"lanes|{name}|{step}"), leave)
+            wanted.append([f"episode|{name}|{step}|{index}" for index in telling(answer["columns"])])
+        elif path not in unread:
+            older.append(path)
+    kept = sum(hold(path, ask(path)) for path in in_turns(wanted, episodes))
+    lists = len(wanted) + sum(hold(path, ask(path)) for path in older)
     content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
     try:
         write_atomically(out, _page(source.name, content))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror or error}") from None
-    return Held(out.stat().st_size, kept, whole, lists, len(steps))
+    names = sorted({path.split("|")[1] for path in unread})
+    return Held(out.stat().st_size, kept, whole, lists, len(steps), names)
 
 
-def telling(found: Listing) -> Iterator[int]:
-    """The numbers of a list's first episodes, the most telling first, in turns by why."""
-    columns = found.slice(0, ROWS)
+def telling(columns: dict[str, Any]) -> Iterator[int]:
+    """The numbers of a list's episodes, the most telling first, in turns by why."""
     numbers = range(len(columns["id"]))
     ways = [
         [n for n in numbers if columns["status"][n] == "failed"],
@@ -102,7 +126,7 @@ def telling(found: Listing) -> Iterator[int]:
         sorted((n for n in numbers if columns["surprise"][n] is not None), key=lambda n: -columns["surprise"][n]),
     ]
     seen: set[int] = set()
-    for number in in_turns(ways, len(found) * 4):
+    for number in in_turns(ways, len(numbers) * 4):
         if number not in seen:
             seen.add(number)
             yield number

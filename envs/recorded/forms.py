@@ -179,7 +179,10 @@ class Reader:
     def _episodes(self, row: Row, where: str) -> Record:
         if row["outcome"]["status"] == "failed":
             raise DataError(f"{where}: the episode failed: leave it out, there is nothing to learn from")
-        record = self._taught(_messages(row["messages"], where), where, tools=())
+        messages = _messages(row["messages"], where)
+        first = next((at for at, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        theirs = (replace(message, from_others=True) for message in messages[first:])  # a policy's, and what answers it
+        record = self._taught((*messages[:first], *theirs), where, tools=())
         return record if row.get("reward") is None else _with_rewards(record, _number(row["reward"], "reward", where))
 
     def _filled(self, prompt: tuple[Message, ...], row: Row, where: str) -> tuple[Message, ...]:
@@ -190,7 +193,7 @@ class Reader:
         except KeyError as error:
             name = error.args[0]
             raise DataError(f"{where}: env.template names a field {name!r} that the row has not") from None
-        return (*before, Message.of(last.role, text))
+        return (*before, replace(Message.of(last.role, text), from_others=last.from_others))
 
     # -- what they share ---------------------------------------------------------------------------------------
 

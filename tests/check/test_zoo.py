@@ -54,6 +54,13 @@ FAILING = {
     "returns.py:RaisesInReset": ("episodes", f"reset raised KeyError: 'question' ({ZOO}/returns.py, line "),
     "returns.py:ForgetsToAwait": ("types", "a reward is a number or None, not a coroutine: an await is missing before"),
     "returns.py:ForgetsToAwaitInReset": ("types", "not a coroutine: an await is missing before fetch(…)"),
+    "returns.py:ForgetsToAwaitInMessages": ("types", "not a coroutine: an await is missing before fetch(…)"),
+    "returns.py:ForgetsToAwaitInAList": ("types", "not a coroutine: an await is missing before fetch(…)"),
+    "returns.py:ForgetsToAwaitInAMessage": ("types", "not a coroutine: an await is missing before fetch(…)"),
+    "returns.py:ForgetsToAwaitInInfo": ("types", "not a coroutine: an await is missing before fetch(…)"),
+    "returns.py:ForgetsToAwaitAtTheEnd": ("types", "not a coroutine: an await is missing before grade(…)"),
+    "returns.py:ForgetsToAwaitAtALimit": ("types", "not a coroutine: an await is missing before grade(…)"),
+    "returns.py:ForgetsToAwaitInStepsInfo": ("types", "not a coroutine: an await is missing before grade(…)"),
     "returns.py:RaisesAfterAWhile": ("episodes", "in turn 2: step raised KeyError: 'second'"),
     "returns.py:HangsInReset": ("episodes", "reset took longer than 1 s"),
     "returns.py:HangsOnItsThread": ("episodes", "step took longer than 1 s"),
@@ -157,6 +164,10 @@ def ask(animal, check):
 
 
 QUESTIONS = [(animal, *FAILING[animal], Verdict.FAILED) for animal in FAILING if animal not in NEED_A_PROCESS]
+QUESTIONS += [
+    ("rewards.py:NeverEndsNorRewards", "reward range", "of which none came to an end", Verdict.FAILED),
+    ("rewards.py:RaisesOrNeverRewards", "reward range", "no reward in any of", Verdict.FAILED),
+]
 QUESTIONS += [(animal, *asked, Verdict.WARNING) for animal, asked in WARNED_OF.items() if asked[0] != "reward range"]
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
 
 from envgym.episodes.files import read_episodes, write_episodes
@@ -20,6 +21,7 @@ from envgym.types import (
     ToolCall,
     Turn,
     VersionSpan,
+    as_messages,
 )
 
 EPISODE = Episode(
@@ -84,6 +86,21 @@ def test_what_json_does_not_have_comes_back_from_a_file_as_it_was(tmp_path, suff
     write_episodes(path, [replace(EPISODE, task=task)])
     (back,) = read_episodes(path)
     assert repr(back.task) == repr(task)  # equality alone takes 1 for True
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_messages_of_others_stay_theirs_and_no_other_is_written_differently(tmp_path, suffix):
+    theirs = replace(Message.of("user", "<|im_end|>"), from_others=True)
+    assert as_messages([theirs.as_dict()]) == (theirs,)
+    marked = replace(EPISODE, id="second", messages=[*EPISODE.messages, theirs], task=Task("t", prompt=(theirs,)))
+    for name, episode in (("plain", replace(EPISODE, id="second")), ("marked", marked)):
+        path = tmp_path / f"{name}{suffix}"
+        write_episodes(path, [EPISODE, episode])
+        first, again = read_episodes(path)
+        assert (first.messages, again.messages) == (EPISODE.messages, episode.messages)
+        assert again.task.prompt == episode.task.prompt
+        content = path.read_text() if suffix == ".jsonl" else str(pq.read_schema(path))
+        assert ("from_others" in content) == (name == "marked")
 
 
 def test_messages_have_the_form_of_the_apis():

@@ -9,6 +9,7 @@ import pytest
 from envgym.monitoring.alarms import ALARMS, Alarms
 from envgym.monitoring.recorder import Recorder
 from envgym.run_folder import RunFolder
+from envgym.view.sources import Source
 
 RNG = random.Random(0)
 
@@ -220,9 +221,17 @@ def test_rewards_that_never_vary_are_told_once_at_the_end_of_a_run(folder, rewar
         flat = {} if share is None else {"reward/zero_variance_share": share}
         recorder.write({"step": step, "reward/min": least, "reward/max": most, **flat})
     recorder.finish()
+    written = folder.read_metrics()
+    (folder.path / "config.yaml").write_text("stages: []\n")
+    on_page = Source("run", "run", folder.path, (folder.path.resolve(),)).alarms()
     if raised is None:
-        assert display.alarms == []
+        assert display.alarms == on_page == []
+        assert not any("alarms" in record for record in written)
     else:
+        assert [record.get("alarms") for record in written] == [None] * (len(rewards) - 1) + [["no_variance"]]
+        [told] = on_page
+        assert told["step"] == len(rewards)
+        assert "in 100% of the groups every episode has the same reward" in told["text"]
         [(step, text)] = display.alarms
         assert step == len(rewards)
         assert raised in text

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from envgym.render import ChatRenderer, RawRenderer, TextRenderer
+from envgym.monitoring.metrics import rollout_metrics
+from envgym.render import ChatRenderer, NoRenderer, RawRenderer, TextRenderer
 from envgym.render.spelling import BREAK, Speller, after_prompt, broken_up
-from envgym.types import Message, Observation, TextPart, ToolCall
+from envgym.types import Episode, Group, Message, Observation, Outcome, Task, TextPart, ToolCall
 
 from .test_dialogues import CASES, WORDS
 
@@ -198,6 +199,20 @@ def test_where_characters_would_be_the_token_again_a_space_breaks_it_up(normaliz
     renderer = TextRenderer(tokenizer)
     assert renderer.encode("a <end> a") == [2, 1, 2]
     assert renderer.encode(renderer.speller.of_all("a <end> a") + " <end>") == [2, 3, 4, 2, 1]
+
+
+def test_answers_are_measured_by_the_tokens_of_the_policys_tokenizer():
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    special = ["<turn|>", "[CLS]", "[THINK]", "<fim_prefix>", "<think>"]
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in special], special_tokens=True)
+    renderer = TextRenderer(tokenizer)
+    for text, spells in [("a", False), ("<think>a</s>", False), *((f"a {token} a", True) for token in special[:4])]:
+        assert renderer.spells(text) == spells
+        answer = Episode("e", Task("t"), Outcome.completed(), messages=[Message.of("assistant", text)])
+        record = rollout_metrics([Group("g", answer.task, [answer])], spells=renderer.spells)
+        assert record.get("answers/special_tokens", 0) == spells
+    assert NoRenderer().spells("</s>")  # what an API's tokenizer has is not known here
 
 
 def test_what_is_broken_up_for_apis():

@@ -18,6 +18,7 @@ from envgym.env import ListTasks
 from envgym.errors import InvalidOutcome, RolloutFailed, RunError, WorkerDied
 from envgym.learner import LearnerConfig, RoleSpec, TrainSample
 from envgym.monitoring.display import Display
+from envgym.render import NoRenderer
 from envgym.run_folder import RunFolder
 from envgym.training import step_groups
 from envgym.training.components import Components
@@ -73,7 +74,7 @@ class World:
         self.counts: dict[str, int] = {}
         self.spec = SimpleNamespace(tasks=lambda split: ListTasks([Task(f"t{n}") for n in range(20)]), recordings=1)
         self.spec.of = lambda task: SimpleNamespace(scores_groups=False)
-        self.agent = SimpleNamespace(uses_policy=True)
+        self.agent = SimpleNamespace(uses_policy=True, renderer=NoRenderer())
         self.unscored: set[str] = set()
         self.learned = threading.Event()
         self.may_write = asyncio.Event()

@@ -1,7 +1,10 @@
 """Run folders that a stranger made: what is wrong with one is told of it, and the others are shown."""
 
+import base64
+import gzip
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -363,6 +366,32 @@ def test_only_the_runs_own_tokenizer_is_read(zoo, tmp_path, tiny_model):
     assert all(isinstance(text, str) for text in Answers([run])(question)["rows"][0]["texts"])
     os.renames(run / "tokenizer.json", run / "model" / "tokenizer.json")  # where earlier runs have it
     assert all(isinstance(text, str) for text in Answers([run])(question)["rows"][0]["texts"])
+
+
+def test_an_export_leaves_out_what_cannot_be_read_and_says_why(zoo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(zoo)
+    assert main(["export", "runs", "--episodes", "9999", "--out", str(tmp_path / "out.html")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "; cannot be read, or not whole: runs/a " in said
+    assert "more (the page says why)" in said
+    packed = re.search(r"id='held'>([^<]*)", (tmp_path / "out.html").read_text())[1]
+    held = json.loads(gzip.decompress(base64.b64decode(packed)))
+    lines = {line["id"].removeprefix("runs/"): line for line in held["index"]}
+    assert lines.keys() == EVERY.keys() | {"first"}
+    for name, (what, why, _) in REFUSED.items():
+        if what == "run":
+            assert lines[name]["state"] == "unreadable"
+            assert why in lines[name]["why"]
+            assert f"run|runs/{name}" not in held
+        else:  # the place of what was refused says why
+            told = [answer.get("error", "") for path, answer in held.items() if path.startswith(f"{what}|runs/{name}|")]
+            assert any(why in error for error in told), name
+    for name in UNREADABLE:
+        assert lines[name]["state"] == "unreadable"
+    for name in ("first", *(name for name in READABLE if name != "an episode of versions")):
+        assert held[f"list|runs/{name}|1|0|2000"]["total"] == 16
+        assert f"episode|runs/{name}|1|0" in held
 
 
 def test_large_files_of_episodes_are_within_the_bounds():

@@ -22,6 +22,7 @@ export async function ask(...parts) {
   const path = parts.join("|");
   if (isExport()) {
     held = held || (await unpack());
+    if (path in held && held[path].error) throw new Error(held[path].error);
     if (path in held) return held[path];
     const more = { episode: "this episode is not in the file: export more of them",
       list: "the episodes of this step are not in the file: export with more --megabytes" };

@@ -10,6 +10,7 @@ from healthy import Sums
 
 import envgym
 import envgym.processes.cancellation
+from envgym.types import Message
 
 
 class NanReward(Sums):
@@ -90,6 +91,41 @@ class ForgetsToAwaitInReset(Sums):
 
     async def fetch(self):
         return "What is 1 + 1?"
+
+
+class ForgetsToAwaitInMessages(ForgetsToAwaitInReset):
+    async def reset(self, *, seed=None, options=None):
+        return [{"role": "user", "content": self.fetch()}], {}
+
+
+class ForgetsToAwaitInAList(ForgetsToAwaitInReset):
+    async def reset(self, *, seed=None, options=None):
+        return [self.fetch()], {}
+
+
+class ForgetsToAwaitInAMessage(ForgetsToAwaitInReset):
+    async def reset(self, *, seed=None, options=None):
+        return Message.of("user", self.fetch()), {}
+
+
+class ForgetsToAwaitInInfo(ForgetsToAwaitInReset):
+    async def reset(self, *, seed=None, options=None):
+        return "What is 1 + 1?", self.fetch()
+
+
+class ForgetsToAwaitAtTheEnd(ForgetsToAwait):
+    async def step(self, action):
+        return None, 1.0, self.grade(action.text), False, {}
+
+
+class ForgetsToAwaitAtALimit(ForgetsToAwait):
+    async def step(self, action):
+        return None, 1.0, True, self.grade(action.text), {}
+
+
+class ForgetsToAwaitInStepsInfo(ForgetsToAwait):
+    async def step(self, action):
+        return None, 1.0, True, False, self.grade(action.text)
 
 
 class TrustsThePolicy(Sums):

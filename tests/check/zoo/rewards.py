@@ -95,6 +95,20 @@ class NeverRewards(Sums):
         return None, None, True, False, {}
 
 
+class NeverEndsNorRewards(Sums):
+    """Is paid at an end that never comes."""
+
+    async def step(self, action):
+        return self.say("Go on."), None, False, False, {}
+
+
+class RaisesOrNeverRewards(Sums):
+    """Cannot take silence, and pays for nothing else."""
+
+    async def step(self, action):
+        return None, None, bool(action.text.split()[0]), False, {}
+
+
 class Gullible(Sums):
     """Believes what it is told about the score."""
 
