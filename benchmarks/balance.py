@@ -72,7 +72,7 @@ def measured(unit_size: int, n_ranks: int, packed: bool) -> dict[str, float]:
 
     from envgym.learner import TrainSample
     from envgym.types import Objective
-    from envgym.workers.layout import cost, micro_batches
+    from envgym.workers.micro_batches import cost, micro_batches
 
     fullest, apart, computed, milliseconds = [], [], [], []
     for seed in range(STEPS):

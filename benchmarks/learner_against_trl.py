@@ -144,7 +144,7 @@ def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
     """Our side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding included."""
     from envgym.learner import TrainSample, trajectories
     from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
-    from envgym.workers.layout import cost, micro_batches
+    from envgym.workers.micro_batches import cost, micro_batches
     from envgym.workers.model import ModelWorker
 
     # `sequence` aggregation and no KL are GRPO's defaults, as TRL's are here; TRL adds 1e-4 to the standard deviation.

@@ -75,7 +75,7 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
 
     from envgym.learner import TrainSample
     from envgym.types import Objective
-    from envgym.workers.layout import micro_batches
+    from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
 
     disable_progress_bar()

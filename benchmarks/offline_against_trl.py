@@ -149,7 +149,7 @@ def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
     """Our side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
     from envgym.learner import trajectories
     from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
-    from envgym.workers.layout import micro_batches
+    from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
 
     common = {"model": model, "learner": method}

@@ -65,7 +65,7 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     from envgym.engines.client import EngineClient
     from envgym.engines.pool import EnginePool
     from envgym.processes.local import LocalRuntime
-    from envgym.training.transfer import FileTransfer
+    from envgym.training.weight_transfer import FileTransfer
     from envgym.workers.config import WorkersConfig
     from envgym.workers.group import WorkerGroup
 

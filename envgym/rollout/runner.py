@@ -35,10 +35,10 @@ from envgym.loading import users_line
 from envgym.processes import cancellation
 from envgym.processes.cancellation import StillRunning, run_to_end
 from envgym.processes.deadline import Deadline
-from envgym.rollout.config import RolloutConfig
 from envgym.services.policy import WAVES
 from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed
 
+from .config import RolloutConfig
 from .sampler import EpisodeSampler, Waves
 
 Progress = Callable[[int, int, Mapping[str, int]], None]

@@ -16,8 +16,8 @@ from typing import Any
 
 from envgym.config.schema import CheckpointConfig
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, did_you_mean
+from envgym.rollout.async_buffer import Supply
 from envgym.rollout.buffer import Buffer
-from envgym.rollout.supply import Supply
 from envgym.run_folder import DAMAGED, RunFolder, state_to_json
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Span, timed

@@ -21,9 +21,9 @@ from envgym.rollout.runner import Runner
 from envgym.workers.group import WorkerGroup
 
 from .pretraining import Pretraining
-from .transfer import FileTransfer, make_transfer
 from .turns import Turns
 from .weight_sync import WeightSync
+from .weight_transfer import FileTransfer, make_transfer
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display

@@ -10,9 +10,9 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.episodes.parquet import write_learned, write_rollouts
 from envgym.errors import RolloutFailed
 from envgym.monitoring.metrics import check_failures, rollout_metrics
+from envgym.rollout.async_buffer import Supply, version_of
 from envgym.rollout.buffer import Buffer, RolloutBatch, fill
 from envgym.rollout.runner import SamplingPlan
-from envgym.rollout.supply import Supply, version_of
 from envgym.run_folder import RunFolder
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.cursor import TaskCursor

@@ -15,8 +15,8 @@ from envgym.render import Renderer
 from envgym.types import Observation, Row, Segment, int_array
 from envgym.workers.group import WorkerGroup
 
-from .transfer import FileTransfer, Receipt, Transfer, no_other
 from .turns import Turns
+from .weight_transfer import FileTransfer, Receipt, Transfer, no_other
 
 PROBE = "The quick brown fox jumps over the lazy dog 0123456789 times."
 

@@ -12,9 +12,9 @@ from envgym.learner import TrainSample
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
 from .config import WorkersConfig
-from .layout import micro_batches
 from .lora import LoraConfig
 from .metrics import merge
+from .micro_batches import micro_batches
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray

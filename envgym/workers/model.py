@@ -27,9 +27,9 @@ from . import checkpoint, reshard, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
 from .export import WeightExport
-from .layout import cost, is_silent, micro_batches, network_inputs, pad
 from .lora import LoraConfig
 from .metrics import add, mismatch, peak_flops, peak_memory
+from .micro_batches import cost, is_silent, micro_batches, network_inputs, pad
 from .network import TokenScorer, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
 from .parameters import averaged_parameters, flops_per_token, n_numbers

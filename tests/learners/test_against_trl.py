@@ -13,7 +13,7 @@ from scored_rows import ScoredRow, scored
 from envgym.learner import Outputs
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Outcome, Segment, StopReason, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "numbers.json").read_text())
 BATCHES = {batch["seed"]: batch for batch in NUMBERS["batches"]}

@@ -9,7 +9,7 @@ from envgym.learners.distill import Distill
 from envgym.learners.losses import divergence
 from envgym.learners.settings import DistillConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

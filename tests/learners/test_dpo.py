@@ -11,7 +11,7 @@ from envgym.learner import Outputs
 from envgym.learners.dpo import DPO
 from envgym.learners.settings import DPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task
-from envgym.workers.layout import pad, padding_samples
+from envgym.workers.micro_batches import pad, padding_samples
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -10,8 +10,8 @@ from scored_rows import ScoredRow, scored
 from envgym.learner import Outputs, TrainSample
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
-from envgym.workers.layout import pad
 from envgym.workers.metrics import merge
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from envgym.learner import Outputs, trajectories
 from envgym.learners.kto import KTO
 from envgym.learners.settings import KTOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

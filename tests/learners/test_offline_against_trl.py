@@ -11,7 +11,7 @@ import torch
 from envgym.learner import Outputs, trajectories
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 NUMBERS = json.loads((Path(__file__).parent / "trl" / "offline.json").read_text())
 BATCHES = {batch["seed"]: batch for batch in NUMBERS["batches"]}

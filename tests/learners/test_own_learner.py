@@ -11,7 +11,7 @@ from envgym.errors import ConfigError, RunError
 from envgym.learner import LearnerConfig, Outputs, trajectories
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

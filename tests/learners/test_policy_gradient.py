@@ -15,7 +15,7 @@ from scored_rows import ScoredRow, scored
 from envgym.learner import Outputs
 from envgym.registry import load_component
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 ALGORITHMS = ("ppo", "reinforce++", "reinforce++_baseline", "rloo", "grpo", "dr_grpo")

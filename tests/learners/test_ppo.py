@@ -12,7 +12,7 @@ from scored_rows import ScoredRow, scored
 from envgym.learner import Outputs, TrainSample
 from envgym.learners.ppo import PPO, PPOConfig
 from envgym.types import Episode, Group, Objective, Outcome, Segment, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 NAN = float("nan")

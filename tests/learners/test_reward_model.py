@@ -11,7 +11,7 @@ from envgym.learners.process_reward_model import ProcessRewardModel
 from envgym.learners.reward_model import RewardModel
 from envgym.learners.settings import RewardModelConfig
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -8,7 +8,7 @@ from envgym.learner import Outputs, trajectories
 from envgym.learners.settings import SFTConfig
 from envgym.learners.sft import SFT
 from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, Task
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 CPU = torch.device("cpu")
 

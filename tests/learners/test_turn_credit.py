@@ -11,7 +11,7 @@ import envgym
 from envgym.learner import Outputs, trajectories
 from envgym.registry import load_component
 from envgym.types import Action, Episode, Group, Outcome, Row, Segment, Task, Turn
-from envgym.workers.layout import pad
+from envgym.workers.micro_batches import pad
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bandit.py"
 ARMS = "abcdefgh"

@@ -19,10 +19,10 @@ from envgym.errors import RunError
 from envgym.learner import LearnerConfig, RoleSpec
 from envgym.training.checkpoints import Progress
 from envgym.training.components import Components
-from envgym.training.transfer import FileTransfer, Receipt
 from envgym.training.turns import Turns
 from envgym.training.update import Update
 from envgym.training.weight_sync import PROBE, WeightSync
+from envgym.training.weight_transfer import FileTransfer, Receipt
 from envgym.workers.metrics import merge
 
 TOLERANCE = 0.01

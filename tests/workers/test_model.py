@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
 from envgym.workers import checkpoint
-from envgym.workers.layout import micro_batches, padding_samples
+from envgym.workers.micro_batches import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 

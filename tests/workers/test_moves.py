@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from envgym.workers.config import WorkersConfig
-from envgym.workers.layout import micro_batches
+from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
 
 HELD = [

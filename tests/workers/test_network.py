@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from envgym.errors import ConfigError
 from envgym.workers import head as head_module
-from envgym.workers.layout import padding_samples
+from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenScorer, check_experts, packs
 from tests.weight_files import export

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
-from envgym.workers.layout import micro_batches
+from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
 from tests.weight_files import export
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from envgym.learner import TrainSample
 from envgym.types import Objective
-from envgym.workers.layout import cost, is_silent, micro_batches, pad, padding_samples
+from envgym.workers.micro_batches import cost, is_silent, micro_batches, pad, padding_samples
 
 
 def row(length, unit=0, weight=1.0, **arrays):

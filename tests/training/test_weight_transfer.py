@@ -13,8 +13,8 @@ from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError, RunError, WorkerError
 from envgym.models.weights_file import read_bucket, write_bucket
 from envgym.processes.local import LocalRuntime
-from envgym.training import transfer as module
-from envgym.training.transfer import FileTransfer, make_transfer
+from envgym.training import weight_transfer as module
+from envgym.training.weight_transfer import FileTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 

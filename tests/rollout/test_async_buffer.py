@@ -8,10 +8,10 @@ import pytest
 from envgym.config.resolve import resolve
 from envgym.env import ListTasks
 from envgym.errors import ConfigError
+from envgym.rollout.async_buffer import Supply, version_of
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.filter import FilterConfig
-from envgym.rollout.supply import Supply, version_of
 from envgym.tasks.cursor import TaskCursor
 from envgym.types import Episode, Group, Outcome, Task
 
