@@ -16,7 +16,7 @@ from envgym.disk import write_atomically
 from envgym.errors import CheckpointDamaged, DataError, EnvgymError, RunError, WorkerDied
 from envgym.run_folder import RunFolder, stage_folders, state_to_json
 from envgym.training.checkpoints import set_aside
-from envgym.training.run import claimed_folder, resume_config
+from envgym.training.resume import claimed_folder, resume_config
 
 
 @pytest.fixture

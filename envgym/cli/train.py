@@ -48,7 +48,7 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is little to set: how far it goes,
     and where it runs."""
     from envgym.config.words import parse_words
-    from envgym.training.run import WHERE_IT_RUNS, resume_config
+    from envgym.training.resume import WHERE_IT_RUNS, resume_config
 
     given = vars(options)
     changed = [f"--{name}" for name, value in given.items() if value is not None and name not in ("resume", "runtime")]

@@ -9,7 +9,7 @@ from envgym.errors import ConfigError, MissingDependency
 from envgym.monitoring import trackers
 from envgym.monitoring.trackers import TRACKERS, RunInfo, Tracker, Trackers, check_installed, numbers_of, run_id
 from envgym.run_folder import RunFolder
-from envgym.training.run import run_info
+from envgym.training.stage import run_info
 
 
 @pytest.fixture
