@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ from envgym.errors import ConfigError
 from envgym.launch.components import StageContext, make_agent, make_runner, start_role, start_sampling
 from envgym.launch.placement import PlacedRuntime
 from envgym.learner import Learner
-from envgym.render import load_tokenizer
+from envgym.processes.runtime import Runtime
+from envgym.render import Renderer, load_tokenizer
 from envgym.rollout.runner import Runner
 from envgym.workers.group import WorkerGroup
 
@@ -70,40 +71,86 @@ async def start_components(
     for lora in adapters.values():
         lora.check_installed()
     agent = make_agent(stage, model)
-    renderer = agent.renderer
+    apis = _make_apis(stage, learner, agent.renderer, context)
+    pretraining = Pretraining(stage.pretrain, agent.renderer, config.seed) if stage.pretrain.paths else None
+    in_turns = _roles_in_turns(context.runtime)
+    sampling = None
+    if agent.uses_policy:
+        rank = adapters["actor"].rank
+        starting = start_sampling(
+            config, stage, [context], agent, model, display, lora_rank=rank, sleeps=bool(in_turns)
+        )
+        sampling = asyncio.create_task(starting)
+    (engine, max_model_len), workers = await _load_in_parallel(
+        config, stage, learner, model, context.runtime, display, sampling, without=apis
+    )
+    for api in apis.values():
+        api.vocabulary = workers["actor"].info["vocabulary"]
+    sync = None
+    if engine is not None:
+        assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
+        turns = Turns(engine, {role: workers[role] for role in in_turns}, keeps_weights=adapters["actor"].rank > 0)
+        quantized = adapters["actor"].quantize != "none"
+        sync = _make_sync(config, stage, engine, workers["actor"], agent.renderer, turns, quantized=quantized)
+    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
+    params = stage.rollout.sampling(agent.renderer.stop_token_ids)
+    return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
+
+
+def _make_apis(
+    stage: StageConfig, learner: Learner, renderer: Renderer, context: StageContext
+) -> dict[str, ApiTeacher]:
+    """Clients of the roles that are asked behind an API; they are closed with the context.
+
+    Raises `ConfigError` for a model whose likeliest tokens are wanted and whose vocabulary is not the policy's.
+    """
     apis: dict[str, ApiTeacher] = {}
     for role, role_spec in learner.roles.items():
         settings = stage.roles.get(role, RoleConfig())
-        own = settings.model
+        model = settings.model
         if settings.base_url is not None:
             from envgym.services.teacher import ApiTeacher
 
-            apis[role] = ApiTeacher(settings.base_url, str(own), settings.api_key_env, role_spec.top_k)
+            apis[role] = ApiTeacher(settings.base_url, str(model), settings.api_key_env, role_spec.top_k)
             context.closing.push_async_callback(apis[role].close)
-        elif role_spec.top_k and own is not None and load_tokenizer(own).get_vocab() != renderer.tokenizer.get_vocab():
-            raise ConfigError(f"roles.{role}.model: {own} has another vocabulary than the policy, token by token")
-    pretraining = Pretraining(stage.pretrain, renderer, config.seed) if stage.pretrain.paths else None
-    bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
-    sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None = None
-    plan = context.runtime.plan if isinstance(context.runtime, PlacedRuntime) else None
-    sharing = [part.name for part in plan.parts if part.in_turns] if plan else []
-    if agent.uses_policy:
-        sampling = asyncio.create_task(
-            start_sampling(
-                config, stage, [context], agent, model, display, lora_rank=adapters["actor"].rank, sleeps=bool(sharing)
-            )
-        )
+        elif role_spec.top_k and model and load_tokenizer(model).get_vocab() != renderer.tokenizer.get_vocab():
+            raise ConfigError(f"roles.{role}.model: {model} has another vocabulary than the policy, token by token")
+    return apis
 
-    async def started(role: str) -> WorkerGroup:
+
+def _roles_in_turns(runtime: Runtime) -> list[str]:
+    """The roles whose models share GPUs with the engines in turns."""
+    return [part.name for part in runtime.plan.parts if part.in_turns] if isinstance(runtime, PlacedRuntime) else []
+
+
+async def _load_in_parallel(
+    config: RunConfig,
+    stage: StageConfig,
+    learner: Learner,
+    model: str,
+    runtime: Runtime,
+    display: Display,
+    sampling: asyncio.Task[tuple[Engine | ChatEngine, int]] | None,
+    *,
+    without: Collection[str],
+) -> tuple[tuple[Engine | ChatEngine | None, int | None], dict[str, WorkerGroup]]:
+    """The engine that `sampling` starts, with its context length, and the learner's roles but those `without`, loaded
+    side by side: most of what each takes is imports. Where one fails, all are ended.
+
+    A role that is the actor's base is the actor without its adapter, and is not loaded.
+    """
+    bases = [role for role in learner.roles if stage.is_base(role, learner.roles)]
+
+    async def load(role: str) -> WorkerGroup:
         if config.debug and sampling is not None:  # in one process vLLM comes first: DeepSpeed joins its process group
             await asyncio.wait({sampling})
         display.phase(f"loading the {role}")
-        return await start_role(config, stage, role, model, context.runtime, after=sampling)
+        return await start_role(config, stage, role, model, runtime, after=sampling)
 
-    # Side by side: most of what each takes is imports. Whose mistake is told first does not depend on who is faster.
-    loading = {role: asyncio.create_task(started(role)) for role in learner.roles if role not in (*bases, *apis)}
+    loading = {role: asyncio.create_task(load(role)) for role in learner.roles if role not in (*bases, *without)}
     try:
-        engine, max_model_len = (None, None) if sampling is None else await sampling
+        # Whose mistake is reported first does not depend on who is faster.
+        engine = (None, None) if sampling is None else await sampling
         workers = {role: await task for role, task in loading.items()}
     except BaseException:
         tasks = [task for task in (sampling, *loading.values()) if task is not None]
@@ -111,22 +158,23 @@ async def start_components(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    for api in apis.values():
-        api.vocabulary = workers["actor"].info["vocabulary"]
-    workers |= {role: workers["actor"].without_adapter(role) for role in bases}
-    sync = None
-    if engine is not None:
-        assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
-        is_float32 = workers["actor"].info["dtype"] == "float32"
-        tolerance = stage.sync.tolerance or (1e-3 if is_float32 else 0.5)
-        shared = Path(config.runs_dir, config.name or "", "transfer")
-        bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
-        files = FileTransfer(workers["actor"], shared, bucket, checkpoint=by_vllm)
-        transfer = make_transfer(stage.sync, workers["actor"], files, workers_per_engine=stage.engine.tensor_parallel)
-        quantized = adapters["actor"].quantize != "none"
-        in_turns = {role: workers[role] for role in sharing}
-        turns = Turns(engine, in_turns, keeps_weights=adapters["actor"].rank > 0)
-        sync = WeightSync(engine, workers["actor"], renderer, tolerance, transfer, files, turns, quantized)
-    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len)
-    params = stage.rollout.sampling(renderer.stop_token_ids)
-    return Components(learner, runner, workers, params, engine, sync, pretraining, apis)
+    return engine, workers | {role: workers["actor"].without_adapter(role) for role in bases}
+
+
+def _make_sync(
+    config: RunConfig,
+    stage: StageConfig,
+    engine: EnginePool,
+    actor: WorkerGroup,
+    renderer: Renderer,
+    turns: Turns,
+    *,
+    quantized: bool,
+) -> WeightSync:
+    """The way of the actor's weights to the engines, and how closely the two must agree after it."""
+    tolerance = stage.sync.tolerance or (1e-3 if actor.info["dtype"] == "float32" else 0.5)
+    shared = Path(config.runs_dir, config.name or "", "transfer")
+    bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
+    files = FileTransfer(actor, shared, bucket, checkpoint=by_vllm)
+    transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
+    return WeightSync(engine, actor, renderer, tolerance, transfer, files, turns, quantized)
