@@ -120,60 +120,13 @@ class Runner:
         id and member, are not played again. `on_episode` is given each episode as it ends, and once more where its
         group is judged together or others show that its reward is no score, and that changed it.
         """
-        failures = Counter[str]()
         groups = {name: Group(name, task, []) for name, task in group_ids(plan.purpose, tasks).items()}
         kept = {key: old for key, old in (kept or {}).items() if key[0] in groups and key[1] < plan.samples}
         for (name, _), old in kept.items():
             groups[name].episodes.append(old)
-        done, total = 0, len(groups) * plan.samples - len(kept)
-        waves, slots = None, self._slots  # of all that is played at the same time
-        # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
-        if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
-            # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
-            most = self.config.concurrency
-            concurrency = min(most, self.spec.concurrency_bound() or most)
-            waves, slots = Waves(self.engine, total, concurrency), asyncio.Semaphore(concurrency)
-
-        async def one(group: Group, member: int) -> None:
-            nonlocal done
-            try:
-                episode = await self._play_member(group, member, plan, waves)
-            finally:
-                if waves is not None:
-                    waves.leave()
-            group.episodes.append(episode)
-            done += 1
-            if episode.failed:
-                failures[episode.outcome.reason] += 1
-            if on_episode is not None:
-                on_episode(episode)
-            if on_progress is not None:
-                on_progress(done, total, failures)
-
-        jobs: set[asyncio.Task[None]] = set()
-        ended_badly: list[asyncio.Task[None]] = []
-
-        def ended(job: asyncio.Task[None]) -> None:
-            slots.release()
-            jobs.discard(job)
-            if job.cancelled() or job.exception() is not None:
-                ended_badly.append(job)
-
-        try:
-            async with self._starting:
-                members = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in kept)
-                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not ended_badly, members)):
-                    await slots.acquire()
-                    jobs.add(job := asyncio.create_task(one(group, member)))
-                    job.add_done_callback(ended)
-                    if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
-                        await asyncio.sleep(0)
-            await asyncio.gather(*ended_badly, *jobs)
-        finally:
-            for job in [*jobs]:
-                if not job.cancelling():  # a second time would interrupt an environment that is closing
-                    job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+        missing = ((g, n) for g in groups.values() for n in range(plan.samples) if (g.id, n) not in kept)
+        tally = _Tally(len(groups) * plan.samples - len(kept), on_progress, on_episode)
+        await self._play_members(missing, plan, tally)
         played = list(groups.values())
         for group in played:
             group.episodes.sort(key=lambda episode: episode.member)
@@ -183,6 +136,49 @@ class Runner:
             for episode in changed.values():
                 on_episode(episode)
         return played
+
+    async def _play_members(self, members: Iterable[tuple[Group, int]], plan: SamplingPlan, tally: _Tally) -> None:
+        """Play members of groups, each of which starts as a place is free. Where one raises, the others are ended."""
+        waves, slots = None, self._slots  # of all that is played at the same time
+        # An API is nobody's batch alone: it is given seeds, and waves would only slow it.
+        if self.deterministic and self.engine is not None and not isinstance(self.engine, ChatEngine):
+            # A wave waits for every episode in play, so none of these may wait for an environment's own limit.
+            most = self.config.concurrency
+            concurrency = min(most, self.spec.concurrency_bound() or most)
+            waves, slots = Waves(self.engine, tally.total, concurrency), asyncio.Semaphore(concurrency)
+
+        async def play(group: Group, member: int) -> None:
+            try:
+                episode = await self._play_member(group, member, plan, waves)
+            finally:
+                if waves is not None:
+                    waves.leave()
+            group.episodes.append(episode)
+            tally.count(episode)
+
+        jobs: set[asyncio.Task[None]] = set()
+        ended_badly: list[asyncio.Task[None]] = []
+
+        def end(job: asyncio.Task[None]) -> None:
+            slots.release()
+            jobs.discard(job)
+            if job.cancelled() or job.exception() is not None:
+                ended_badly.append(job)
+
+        try:
+            async with self._starting:
+                for number, (group, member) in enumerate(itertools.takewhile(lambda _: not ended_badly, members)):
+                    await slots.acquire()
+                    jobs.add(job := asyncio.create_task(play(group, member)))
+                    job.add_done_callback(end)
+                    if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+                        await asyncio.sleep(0)
+            await asyncio.gather(*ended_badly, *jobs)
+        finally:
+            for job in [*jobs]:
+                if not job.cancelling():  # a second time would interrupt an environment that is closing
+                    job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
 
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
@@ -313,36 +309,61 @@ class Runner:
         if not finished:
             return []
         spec = self.spec.of(group.task)
-        deadline = Deadline(self.config.episode_timeout, f"{spec.id}: score_group")
-
-        async def asked() -> list[Judgement | Exception] | Outcome | None:
-            with UsersCode(WorkerDied) as call:  # a model that judges is gone
-                async with deadline:
-                    judged = await spec.score_group(group.task, finished)
-                verdicts = None if judged is None else [as_judgement(verdict) for verdict in judged]
-                if verdicts is not None and len(verdicts) != len(finished):
-                    raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
-                return verdicts
-            return self._failure(call.error, timed_out=deadline.expired())
-
         judging: list[Span] = []
         try:
             with timed(judging, "score"):
-                verdicts = await run_to_end(asked())
+                verdicts = await run_to_end(self._verdicts(spec, group, finished))
         except StillRunning:
             verdicts = _left_to_itself(spec)
-        for episode in finished if verdicts is not None else ():
-            episode.spans = [*episode.spans, *judging]
+        if verdicts is None:
+            return []
         if isinstance(verdicts, Outcome):
-            for episode in finished:
-                _fail(episode, verdicts)
-            return finished
-        for episode, verdict in zip(finished, verdicts or (), strict=bool(verdicts)):
+            verdicts = [verdicts] * len(finished)
+        for episode, verdict in zip(finished, verdicts, strict=True):
+            episode.spans = [*episode.spans, *judging]
             if isinstance(verdict, Judgement):
                 apply_judgement(episode, verdict)
             else:
-                _fail(episode, self._failure(verdict, timed_out=False))
-        return [] if verdicts is None else finished
+                outcome = verdict if isinstance(verdict, Outcome) else self._failure(verdict, timed_out=False)
+                _fail(episode, outcome)
+        return finished
+
+    async def _verdicts(
+        self, spec: EnvSpec, group: Group, finished: Sequence[Episode]
+    ) -> Sequence[Judgement | Exception | Outcome] | Outcome | None:
+        """The environment's verdict on each of the finished members, one outcome where judging them failed, or None
+        where it judges no groups."""
+        deadline = Deadline(self.config.episode_timeout, f"{spec.id}: score_group")
+        with UsersCode(WorkerDied) as call:  # a model that judges is gone
+            async with deadline:
+                judged = await spec.score_group(group.task, finished)
+            if judged is None:
+                return None
+            verdicts = [as_judgement(verdict) for verdict in judged]
+            if len(verdicts) != len(finished):
+                raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
+            return verdicts
+        return self._failure(call.error, timed_out=deadline.expired())
+
+
+class _Tally:
+    """Counts the episodes that end, and tells who wants to know of each."""
+
+    def __init__(self, total: int, on_progress: Progress | None, on_episode: Callable[[Episode], None] | None) -> None:
+        self.total = total
+        self._on_progress = on_progress
+        self._on_episode = on_episode
+        self._done = 0
+        self._failures = Counter[str]()
+
+    def count(self, episode: Episode) -> None:
+        self._done += 1
+        if episode.failed:
+            self._failures[episode.outcome.reason] += 1
+        if self._on_episode is not None:
+            self._on_episode(episode)
+        if self._on_progress is not None:
+            self._on_progress(self._done, self.total, self._failures)
 
 
 def _fail(episode: Episode, outcome: Outcome) -> None:
