@@ -107,7 +107,6 @@ class External(Agent):
             )
         except OSError as error:
             raise InvalidOutcome("agent", f"{program} cannot be run: {error.strerror}") from None
-        self._endpoint.bind(access, process.pid)
         try:
             async with asyncio.timeout(self.config.timeout):
                 output, errors, _ = await asyncio.gather(

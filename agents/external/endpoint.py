@@ -24,7 +24,6 @@ from envgym.rollout.transcript import OutOfBudget
 from . import chat_api, responses_api
 from .chat_api import refusal
 from .conversation import Answer, Conversation
-from .peers import program_of
 
 TICKET = "envgym_session"
 """Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
@@ -32,12 +31,10 @@ TICKET = "envgym_session"
 
 @dataclass(slots=True)
 class Session:
-    """An episode's access. `program` is the process that leads the session's program, where it is known."""
+    """An episode's access."""
 
     conversation: Conversation
     key: str
-    program: int | None = None
-    peers: set[asyncio.BaseTransport] = field(default_factory=set)
     sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
@@ -90,11 +87,6 @@ class Endpoint:
                 sampling.cancel()
             await asyncio.shield(self._leave())
 
-    def bind(self, access: Access, program: int) -> None:
-        """Bind a session to its program, by the process that leads it: other sessions' programs are refused then,
-        whatever key they show."""
-        self._sessions[access.ticket.partition(".")[0]].program = program
-
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
@@ -131,7 +123,7 @@ class Endpoint:
             raise
 
     async def _models(self, request: web.Request) -> web.Response:
-        await self._of_url(request)
+        self._of_url(request)
         return web.json_response(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
         )
@@ -163,7 +155,7 @@ class Endpoint:
     async def _authenticated(self, request: web.Request) -> tuple[Session, Any]:
         """The session that a request belongs to, and its body. Raises a `refusal`."""
         if "session" in request.match_info:
-            return await self._of_url(request), await _body(request)
+            return self._of_url(request), await _body(request)
         body = await _body(request)
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
         ticket = metadata.get(TICKET) if isinstance(metadata, Mapping) else None
@@ -174,24 +166,9 @@ class Endpoint:
         request.match_info["session"] = name  # as where the URL says it
         return session, body
 
-    async def _of_url(self, request: web.Request) -> Session:
+    def _of_url(self, request: web.Request) -> Session:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        session = self._session(request.match_info["session"], key)
-        await self._check_program(request, session)
-        return session
-
-    async def _check_program(self, request: web.Request, session: Session) -> None:
-        """Raise a `refusal` where the connection is another session's program's: programs of one user can read each
-        other's environment, and the key in it."""
-        transport = request.transport
-        if session.program is None or transport is None or transport in session.peers:
-            return
-        others = {other.program for other in self._sessions.values() if other.program is not None}
-        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-        found = await asyncio.to_thread(program_of, client, server, session.program, others)
-        if found not in (None, session.program):
-            raise refusal(401, "this key is another program's", "invalid_api_key")
-        session.peers.add(transport)
+        return self._session(request.match_info["session"], key)
 
     def _session(self, name: str, key: str) -> Session:
         """A session by its name. Raises a `refusal` for an unknown one or another's key."""

@@ -355,49 +355,6 @@ def test_a_program_gets_no_environment_variable_that_is_not_named(renderer, tmp_
         play(renderer, engine, "program", environ=["NO_SUCH_KEY"])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="whose a connection is can be told on Linux alone")
-def test_the_key_of_another_program_that_runs_is_of_no_use(renderer, tmp_path):
-    """One program reads the other's environment, and asks in its name, also from a process that it has started in a
-    session of its own."""
-    source = (
-        PLAIN
-        + f"""
-    import pathlib, subprocess, time
-
-    def environs():
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            try:
-                yield dict(entry.split("=", 1) for entry in path.read_text().split("\\0") if "=" in entry)
-            except (OSError, UnicodeDecodeError):
-                pass
-
-    ours, folder = os.environ["OPENAI_BASE_URL"], pathlib.Path({str(tmp_path)!r})
-    server = ours.rsplit("/", 2)[0]
-    theirs = lambda seen: (url := seen.get("OPENAI_BASE_URL", ours)) != ours and url.startswith(server)
-    ask([{{"role": "user", "content": "mine"}}])
-    if len(sys.argv) > 1:
-        sys.exit()
-    while not (found := [seen for seen in environs() if theirs(seen)]):
-        time.sleep(0.01)
-    again = [sys.executable, __file__, "again"]
-    child = subprocess.run(again, env=found[0], start_new_session=True, capture_output=True, text=True)
-    own = subprocess.run(again, start_new_session=True)
-    os.environ.update(found[0])
-    try:
-        ask([{{"role": "user", "content": "theirs"}}])
-    except urllib.error.HTTPError as refused:
-        print(refused.code, json.load(refused)["error"]["message"], "401" in child.stderr, own.returncode)
-    (folder / ours.rsplit("/", 2)[1]).touch()
-    while len([path for path in folder.iterdir() if path.suffix != ".py"]) < 2:  # theirs tries as well
-        time.sleep(0.01)
-    """
-    )
-    episodes = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), program(tmp_path, source), size=2)
-    assert [episode.outcome.message for episode in episodes if episode.failed] == []
-    assert [action.text for action in Asks.heard] == ["401 this key is another program's True 0"] * 2
-    assert [episode.metrics["calls"] for episode in episodes] == [2.0, 2.0]
-
-
 # -- the endpoint alone -----------------------------------------------------------------------------------
 
 
