@@ -129,7 +129,7 @@ def _with_paths(entry: Registered, folder: Path) -> Registered:
 
 
 def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
-    """Write `entry` for `name`, or remove the name with None; the others stay as they are written."""
+    """Write `entry` for `name`, or remove the name with None. The file is written anew: comments in it are not kept."""
     import yaml
 
     path = file_of(scope)
@@ -137,13 +137,14 @@ def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(path.parent):
             read(scope)  # what cannot be read is not written over
-            text = path.read_text(encoding="utf-8") if path.exists() else HEADER
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
             entries = dict((yaml.safe_load(text) or {}).get("environments", {}))
             if entry is None:
                 del entries[name]
             else:
                 entries[name] = entry
-            write_atomically(path, _edited(text, name, entry, {"environments": entries}))
+            content = yaml.safe_dump({"environments": entries}, sort_keys=False, allow_unicode=True)
+            write_atomically(path, HEADER + content)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
@@ -159,39 +160,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _edited(text: str, name: str, entry: dict[str, Any] | None, wanted: dict[str, Any]) -> str:
-    """`text` with the lines of `name` changed, so that it holds what is `wanted`; anew where entries have no lines of
-    their own."""
-    import yaml
-
-    root = yaml.compose(text, yaml.SafeLoader)
-    found = root.value[0][1] if root is not None and root.value else None
-    if found is not None and found.value and not found.flow_style:
-        lines = text.splitlines()
-        where = {key.value: (key.start_mark.line, _last_line(value) + 1) for key, value in found.value}
-        behind = max(end for _, end in where.values())
-        begin, end = where.get(name, (behind, behind))
-        block = "" if entry is None else _dumped({name: entry})
-        indent = " " * found.value[0][0].start_mark.column
-        lines[begin:end] = [indent + line for line in block.splitlines()]
-        edited = "\n".join(lines) + "\n"
-        with contextlib.suppress(yaml.YAMLError):
-            if yaml.safe_load(edited) == wanted:
-                return edited
-    return HEADER + _dumped(wanted)
-
-
-def _last_line(node: Any) -> int:
-    """The last line of a YAML node; the end mark of one in several lines is behind the comments that follow it."""
-    if isinstance(node.value, list) and node.value and not node.flow_style:
-        last = node.value[-1]
-        return _last_line(last[1] if isinstance(last, tuple) else last)
-    return int(node.end_mark.line)
-
-
-def _dumped(content: dict[str, Any]) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
