@@ -39,7 +39,7 @@ PHASES = ("start", "rollout", "score", "prepare", "learn", "sync", "eval", "chec
 
 @dataclass(slots=True)
 class _Reached:
-    """How far a stage has come: what its summary is made of."""
+    """The parts of a stage, as far as they have come: its summary is made of them."""
 
     began: float
     saved: dict[str, Any] | None
