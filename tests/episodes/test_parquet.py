@@ -2,12 +2,14 @@
 
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from envgym.episodes.parquet import read_rollouts, write_rollouts
+from envgym.episodes.parquet import read_rollouts, write_learned, write_rollouts
 from envgym.episodes.record import to_record
 from envgym.errors import DataError
 from envgym.types import (
@@ -189,3 +191,17 @@ def test_a_row_that_is_no_episode_is_named(tmp_path, episode):
     changed = pa.array(bad, table.schema.field("outcome").type)
     pq.write_table(table.set_column(table.column_names.index("outcome"), "outcome", changed), path)
     assert "row 2: this is not an episode" in one_line(path)
+
+
+def test_only_rows_with_an_advantage_that_were_learned_from_have_a_line(tmp_path):
+    def sample(**arrays):
+        return SimpleNamespace(old_logprobs=np.array([np.nan, -1.0]), arrays=arrays)
+
+    learned, left, text = sample(advantages=np.array([0.0, 2.0])), sample(advantages=np.zeros(2)), sample()
+    trajectory = SimpleNamespace(episode=SimpleNamespace(id="a"), samples=[learned, left, text])
+    first = {id(each): np.array([0.0, -1.5]) for each in (learned, text)}
+    last = {id(each): np.array([0.0, -0.5]) for each in (learned, text)}
+    write_learned(tmp_path / "step.parquet", [[trajectory]], first, last)
+    [line] = pq.read_table(tmp_path / "step.parquet").to_pylist()
+    assert (line["episode"], line["row"], line["advantages"], line["logprobs"]) == ("a", 0, [0.0, 2.0], [0.0, -1.5])
+    assert line["ratios"] == pytest.approx([1.0, math.exp(0.5)])
