@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 import transformers.modeling_utils  # noqa: F401  # here, not when a model is loaded, which may have to wait for others
+from torch import nn
 
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
@@ -113,44 +114,62 @@ class ModelWorker(WeightExport):
     def load(self, address: str | None = None) -> dict[str, Any]:
         """Load the model and, where it is trained or partitioned, meet the other ranks. Returns `info()`.
 
+        The order matters: generators are seeded before a head is drawn that the checkpoint lacks, so that all ranks
+        draw the same; ranks meet before they load, since some take their parameters from others; adapters are there
+        before layers are frozen; operations are counted while the model is whole, before it is spread over the ranks.
+
         Raises `EnvgymError` where the model does not load.
         """
-        self._seed_generators()  # a head that the checkpoint lacks is drawn alike on every rank
+        self._seed_generators()
         learner_config = self.learner.config if self.learner else None
         self.settings.check(self.role, learner_config)
-        partitioned = self.settings.partitions(trained=self.trained)
         dtype = _dtype(self.settings.dtype, self.device)
         config = zero.config(self.settings, learner_config, dtype, self.device)
-        tensor_parallel_size, shared = self.settings.tensor_parallel, self.settings.ranks_per_row > 1
-        joined = self.trained or partitioned or shared
-        if joined:
+        partitioned = self.settings.partitions(trained=self.trained)
+        meets = self.trained or partitioned or self.settings.ranks_per_row > 1
+        if meets:
             zero.join(address, self.rank, self.world_size, self.device)
             zero.check(self.settings, dtype, self.device)
-        # Partitioned parameters come from rank 0, which alone has to hold all of them for a while. (Not with AutoTP: it
-        # cuts a rank's part out of what that rank has.)
-        empty = partitioned and self.rank > 0 and tensor_parallel_size == 1
-        attention = self.settings.attention
-        model = load_model(
-            self.model_name, self.head, dtype, attention=attention, empty=empty, quantize=self.lora.quantize
-        )
-        if joined:
+        model = self._load_weights(dtype, partitioned=partitioned)
+        if meets:
             zero.wait(self.device)
-        if tensor_parallel_size > 1:
-            tensor_parallel.check(model, tensor_parallel_size)
-        slices = Slices.of(self.settings.sequence_parallel, stride=tensor_parallel_size)
-        slices.install(model, model.config.get_text_config().num_attention_heads // tensor_parallel_size)
+        slices = self._cut_attention(model)
+        self._prepare_for_learning(model)
+        self._flops = flops_per_token(model)
+        self._wrap(model, slices, config, spread=partitioned or self.settings.tensor_parallel > 1)
+        return self.info()
+
+    def _load_weights(self, dtype: torch.dtype, *, partitioned: bool) -> nn.Module:
+        """The model as its folder has it. Partitioned parameters come from rank 0, which alone has to hold all of them
+        for a while. (Not with AutoTP: it cuts a rank's part out of what that rank has.)"""
+        empty = partitioned and self.rank > 0 and self.settings.tensor_parallel == 1
+        attention, quantize = self.settings.attention, self.lora.quantize
+        return load_model(self.model_name, self.head, dtype, attention=attention, empty=empty, quantize=quantize)
+
+    def _cut_attention(self, model: nn.Module) -> Slices:
+        """Let the ranks that share rows each attend with a share of the heads."""
+        size = self.settings.tensor_parallel
+        if size > 1:
+            tensor_parallel.check(model, size)
+        slices = Slices.of(self.settings.sequence_parallel, stride=size)
+        slices.install(model, model.config.get_text_config().num_attention_heads // size)
+        return slices
+
+    def _prepare_for_learning(self, model: nn.Module) -> None:
+        """Add the adapter, checkpoint activations, freeze layers and add NEFTune's noise, as the settings say."""
         if self.lora.rank:
             self.adapter = Adapter(model, self.lora, base=self.model_name, head=self.head)
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.learner is not None:
-            roles = self.learner.roles
-            first = next(name for name, spec in roles.items() if spec.trained)
+            first = next(name for name, spec in self.learner.roles.items() if spec.trained)
             # One list of names serves all trained models: a critic may lack the policy's head.
             freeze(model, self.learner.config.freeze, strict=self.role == first)
             if (alpha := self.learner.config.neftune_alpha) and self.role == first:
-                add_noise(model, alpha, shared=shared)
-        self._flops = flops_per_token(model)  # of all of it, before it is spread over ranks
+                add_noise(model, alpha, shared=self.settings.ranks_per_row > 1)
+
+    def _wrap(self, model: nn.Module, slices: Slices, config: Mapping[str, Any], *, spread: bool) -> None:
+        """Put the model behind what computes its outputs, and that behind DeepSpeed where it is trained or spread."""
         role = self.learner.roles.get(self.role) if self.learner else None
         self._compared = role.compared if role else ""
         self.network = TokenScorer(
@@ -161,17 +180,16 @@ class ModelWorker(WeightExport):
             slices=slices,
             top_k=self.top_k,
         )
-        if tensor_parallel_size > 1:
+        if self.settings.tensor_parallel > 1:
             tensor_parallel.prepare(self.network, model)
-        if self.trained or partitioned or tensor_parallel_size > 1:
+        if self.trained or spread:
             self.engine = zero.engine(self.network, config, self.device, self._optimizer(), self._writer)
         else:
             self.engine = self.network.to(self.device).requires_grad_(False)
-        if learner_config and learner_config.ema_decay and self.role == "actor":
-            self.average = MovingAverage(dict(model.named_parameters()), learner_config.ema_decay, self._averages_on)
+        if self.learner is not None and self.role == "actor" and (decay := self.learner.config.ema_decay):
+            self.average = MovingAverage(dict(model.named_parameters()), decay, self._averages_on)
         if self.settings.sequence_parallel == 1:
             use_packing(self.network, self.engine, self.settings.packing, self.device)
-        return self.info()
 
     def info(self) -> dict[str, Any]:
         """Facts of this rank: parameters (of the whole model; those that learn), adapter, device, ids in the
