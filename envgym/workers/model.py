@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,23 +22,23 @@ from torch import nn
 from envgym.errors import ConfigError, RunError
 from envgym.learner import Learner, Metrics, Outputs, RowBatch, TrainSample
 
-from . import checkpoint, reshard, tensor_parallel, zero
+from . import checkpoint, tensor_parallel, zero
 from .adapter import Adapter
 from .config import WorkersConfig
-from .export import WeightExport
 from .lora import LoraConfig
 from .metrics import add, mismatch, peak_flops, peak_memory
 from .micro_batches import cost, is_silent, micro_batches, network_inputs, pad
 from .network import TokenScorer, add_noise, be_deterministic, check_experts, has_experts, load_model, use_packing
 from .optimizer import MovingAverage, freeze, mark_for_muon, muon_optimizer
-from .parameters import averaged_parameters, flops_per_token, n_numbers
+from .parameters import flops_per_token, n_numbers
 from .sequence_parallel import Slices
+from .state import ModelState
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
 
 
-class ModelWorker(WeightExport):
+class ModelWorker(ModelState):
     """One rank of one model.
 
         worker = ModelWorker(role="actor", model="path/or/hub-id", learner="grpo", learner_config={...})
@@ -123,14 +121,13 @@ class ModelWorker(WeightExport):
         self._seed_generators()
         learner_config = self.learner.config if self.learner else None
         self.settings.check(self.role, learner_config)
-        dtype = _dtype(self.settings.dtype, self.device)
-        config = zero.config(self.settings, learner_config, dtype, self.device)
+        config = zero.config(self.settings, learner_config, self.dtype, self.device)
         partitioned = self.settings.partitions(trained=self.trained)
         meets = self.trained or partitioned or self.settings.ranks_per_row > 1
         if meets:
             zero.join(address, self.rank, self.world_size, self.device)
-            zero.check(self.settings, dtype, self.device)
-        model = self._load_weights(dtype, partitioned=partitioned)
+            zero.check(self.settings, self.dtype, self.device)
+        model = self._load_weights(partitioned=partitioned)
         if meets:
             zero.wait(self.device)
         slices = self._cut_attention(model)
@@ -139,12 +136,12 @@ class ModelWorker(WeightExport):
         self._wrap(model, slices, config, spread=partitioned or self.settings.tensor_parallel > 1)
         return self.info()
 
-    def _load_weights(self, dtype: torch.dtype, *, partitioned: bool) -> nn.Module:
+    def _load_weights(self, *, partitioned: bool) -> nn.Module:
         """The model as its folder has it. Partitioned parameters come from rank 0, which alone has to hold all of them
         for a while. (Not with AutoTP: it cuts a rank's part out of what that rank has.)"""
         empty = partitioned and self.rank > 0 and self.settings.tensor_parallel == 1
         attention, quantize = self.settings.attention, self.lora.quantize
-        return load_model(self.model_name, self.head, dtype, attention=attention, empty=empty, quantize=quantize)
+        return load_model(self.model_name, self.head, self.dtype, attention=attention, empty=empty, quantize=quantize)
 
     def _cut_attention(self, model: nn.Module) -> Slices:
         """Let the ranks that share rows each attend with a share of the heads."""
@@ -388,85 +385,7 @@ class ModelWorker(WeightExport):
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
         return batches + [batches[-1]] * (int(most) - len(batches))
 
-    # -- weights and state --------------------------------------------------------------------------------
-
-    def export_adapter(self, folder: str) -> None:
-        """Write the adapter as a folder in peft's form (rank 0 does)."""
-        assert self.adapter is not None
-        tensors = dict(self.adapter.tensors())
-        if self.rank == 0:
-            self.adapter.write(folder, tensors)
-
-    def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
-        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes.
-
-        `described` are further entries of its config.
-        """
-        tensors = dict(self._parameters(merged=True))
-        if self.rank == 0:
-            self.network.model.config.update(dict(described or {}))
-            self.network.model.save_pretrained(folder, state_dict=tensors)
-
-    def save_average(self, folder: str) -> None:
-        """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
-        own number format. Rank 0 writes."""
-        assert self.average is not None
-        named = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
-        tensors = {name: tensor.cpu() for name, tensor in named if self.rank == 0}
-        if self.rank == 0:
-            self.network.model.save_pretrained(folder, state_dict=tensors)
-
-    def save_state(self, folder: str, *, waits: bool = True) -> None:
-        """Write weights, optimizer and random states, exactly, as they are now. Every rank writes its own part. Without
-        `waits` it is only begun, from copies, and written after `finish_save`."""
-        self._writer.waits = waits
-        frozen_too = self.adapter is None  # an adapter's base is where the run found it
-        self.engine.save_checkpoint(
-            folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
-        )
-        state: dict[str, Any] = {
-            **self._spread,
-            "random": checkpoint.random_states(),
-        }
-        if self.average is not None:
-            state["average"] = self.average.state()
-        self._writer.write(Path(folder, f"rank-{self.rank}.pt"), state)
-
-    async def finish_save(self) -> None:
-        """Return once the disk has what `save_state` began to write. Raises `RunError` where it has not."""
-        await self._writer.finish()
-
-    @property
-    def _spread(self) -> dict[str, int]:
-        """Settings that the files of a checkpoint depend on."""
-        dtype = str(_dtype(self.settings.dtype, self.device)).removeprefix("torch.")
-        return {
-            "world_size": self.world_size,
-            "zero_stage": self.settings.runs_as(dtype, trained=self.trained),
-            "tensor_parallel": self.settings.tensor_parallel,
-        }
-
-    def load_state(self, folder: str) -> None:
-        """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
-        where it is not there, or cannot be spread over these ranks."""
-        state = checkpoint.read_rank(folder, self.role, 0)
-        if any(state.get(name, own) != own for name, own in self._spread.items()):
-            self._load_of_others(folder, state)
-            return
-        state = checkpoint.read_rank(folder, self.role, self.rank)
-        self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
-        if self.average is not None:
-            if "average" not in state:
-                raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
-            self.average.load_state(state["average"])
-        checkpoint.set_random_states(state["random"])
-
-    def _load_of_others(self, folder: str, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another number of ranks or ZeRO stage: to the rounding, with random states anew."""
-        assert self.learner is not None
-        reshard.check(folder, state, self.settings, self.learner.config)
-        reshard.load(self.engine, Path(folder, "deepspeed"))
-        self._seed_generators()
+    # -- what `load` needs ----------------------------------------------------------------------------------
 
     def _optimizer(self) -> Callable[[Sequence[torch.nn.Parameter]], Any] | None:
         """A function that makes the optimizer, where DeepSpeed's JSON does not name it."""
@@ -475,11 +394,6 @@ class ModelWorker(WeightExport):
         mark_for_muon(self.network.model)
         return muon_optimizer(self.learner.config, self.device, offloaded=self.settings.offload_optimizer)
 
-    def _seed_generators(self) -> None:
-        random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)
-        torch.manual_seed(self.seed)
-
 
 def _make_learner(name: str, settings: Mapping[str, Any]) -> Learner:
     from envgym.registry import load_component
@@ -487,10 +401,3 @@ def _make_learner(name: str, settings: Mapping[str, Any]) -> Learner:
     kind: Any = load_component("learner", name)
     learner: Learner = kind(kind.Config.model_validate(settings))
     return learner
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -1,0 +1,129 @@
+"""A worker's model and its state in files: what a run leaves, and what it is resumed from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from envgym.errors import RunError
+
+from . import checkpoint, reshard
+from .export import WeightExport
+from .parameters import averaged_parameters
+
+if TYPE_CHECKING:
+    from envgym.learner import Learner
+
+    from .config import WorkersConfig
+    from .optimizer import MovingAverage
+
+
+class ModelState(WeightExport):
+    """Files of a `ModelWorker`. Ranks must be called together."""
+
+    role: str
+    trained: bool
+    world_size: int
+    seed: int
+    device: torch.device
+    settings: WorkersConfig
+    learner: Learner | None
+    engine: Any
+    average: MovingAverage | None
+    _writer: checkpoint.Writer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the weights."""
+        if self.settings.dtype == "auto":
+            return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
+
+    def export_adapter(self, folder: str) -> None:
+        """Write the adapter as a folder in peft's form (rank 0 does)."""
+        assert self.adapter is not None
+        tensors = dict(self.adapter.tensors())
+        if self.rank == 0:
+            self.adapter.write(folder, tensors)
+
+    def save(self, folder: str, described: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face model folder (without the tokenizer), an adapter merged into it. Rank 0 writes.
+
+        `described` are further entries of its config.
+        """
+        tensors = dict(self._parameters(merged=True))
+        if self.rank == 0:
+            self.network.model.config.update(dict(described or {}))
+            self.network.model.save_pretrained(folder, state_dict=tensors)
+
+    def save_average(self, folder: str) -> None:
+        """Write the moving average of the weights (`learner.ema_decay`) as a Hugging Face model folder, in the model's
+        own number format. Rank 0 writes."""
+        assert self.average is not None
+        named = averaged_parameters(self.network.model, self.adapter, self.average, self.device)
+        tensors = {name: tensor.cpu() for name, tensor in named if self.rank == 0}
+        if self.rank == 0:
+            self.network.model.save_pretrained(folder, state_dict=tensors)
+
+    def save_state(self, folder: str, *, waits: bool = True) -> None:
+        """Write weights, optimizer and random states, exactly, as they are now. Every rank writes its own part. Without
+        `waits` it is only begun, from copies, and written after `finish_save`."""
+        self._writer.waits = waits
+        frozen_too = self.adapter is None  # an adapter's base is where the run found it
+        self.engine.save_checkpoint(
+            folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
+        )
+        state: dict[str, Any] = {
+            **self._spread,
+            "random": checkpoint.random_states(),
+        }
+        if self.average is not None:
+            state["average"] = self.average.state()
+        self._writer.write(Path(folder, f"rank-{self.rank}.pt"), state)
+
+    async def finish_save(self) -> None:
+        """Return once the disk has what `save_state` began to write. Raises `RunError` where it has not."""
+        await self._writer.finish()
+
+    @property
+    def _spread(self) -> dict[str, int]:
+        """Settings that the files of a checkpoint depend on."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {
+            "world_size": self.world_size,
+            "zero_stage": self.settings.runs_as(dtype, trained=self.trained),
+            "tensor_parallel": self.settings.tensor_parallel,
+        }
+
+    def load_state(self, folder: str) -> None:
+        """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
+        where it is not there, or cannot be spread over these ranks."""
+        state = checkpoint.read_rank(folder, self.role, 0)
+        if any(state.get(name, own) != own for name, own in self._spread.items()):
+            self._load_of_others(folder, state)
+            return
+        state = checkpoint.read_rank(folder, self.role, self.rank)
+        self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
+        if self.average is not None:
+            if "average" not in state:
+                raise RunError(f"the state in {folder} has no moving average: set learner.ema_decay=0")
+            self.average.load_state(state["average"])
+        checkpoint.set_random_states(state["random"])
+
+    def _load_of_others(self, folder: str, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another number of ranks or ZeRO stage: to the rounding, with random states anew."""
+        assert self.learner is not None
+        reshard.check(folder, state, self.settings, self.learner.config)
+        reshard.load(self.engine, Path(folder, "deepspeed"))
+        self._seed_generators()
+
+    def _seed_generators(self) -> None:
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+        torch.manual_seed(self.seed)
