@@ -19,7 +19,10 @@ import pytest
 from tests.test_layering import LINKED, ROOT, imports, module_of, sources, within
 
 PRODUCT = ("envgym", *LINKED)
-QUICK = ("tests/tasks", "tests/render", "tests/episodes", "tests/rewards", "tests/env/test_protocol.py")
+QUICK = [
+    "tests/env/test_protocol.py", "tests/tasks/test_mixed.py", "tests/tasks/test_sources.py", "tests/episodes",
+    "tests/tools/test_schema.py", "tests/render/test_tool_calls.py", "tests/monitoring/test_report.py",
+]  # fmt: skip
 """Tests that need no learner, agent or environment of ours, so that they hold whatever is taken out."""
 LISTS = ["--help", "envs list", "config recipes"]
 COLUMNS = ("envs", "commands")
