@@ -13,6 +13,7 @@ from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, DataError
 from envgym.launch.models import fetch_model
 from envgym.monitoring.display import Display
+from envgym.openrlhf.rows import write_rows
 from envgym.tasks.rows import open_rows
 
 
@@ -50,11 +51,13 @@ def find(name):
     return asyncio.run(fetch_model(name, resolve({"env": "math_verify"}), phases)), phases
 
 
-def test_a_hub_that_never_answers_is_given_up_in_one_line(silent_hub):
+def test_a_hub_that_never_answers_is_given_up_in_one_line(silent_hub, caplog):
     with pytest.raises(ConfigError, match=r"no model folder org/name here, and .* hub cannot be reached .*a folder"):
         find("org/name")
     with pytest.raises(DataError, match=r"no file org/data, and .* cannot be had: the hub cannot be reached"):
         open_rows("org/data")
+    [told] = [record.getMessage() for record in caplog.records if record.name == "envgym.tasks.hub"]
+    assert told.startswith("looking for org/data on the Hugging Face hub, for up to ")
 
 
 def test_a_model_that_was_fetched_before_needs_no_network(silent_hub, tmp_path):
@@ -65,6 +68,8 @@ def test_a_model_that_was_fetched_before_needs_no_network(silent_hub, tmp_path):
     (tmp_path / "hub" / "models--org--name" / "refs" / "main").write_text("0" * 40)
     place, phases = find("org/name")
     assert place == str(snapshot)
+    with pytest.raises(ConfigError, match=f"model {snapshot}: its tokenizer"):  # rows of what it plays look there too
+        write_rows(tmp_path / "episodes.jsonl", tmp_path / "out.jsonl", "org/name", lambda rows: rows, chat=True)
     assert phases.texts == ["looking for org/name on the Hugging Face hub, for up to 0.2 s (there is no folder here)"]
 
 

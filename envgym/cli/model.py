@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,10 +38,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         raise NameNotFound(f"no recipe {options.name!r} that makes a model.{near}")
 
     from envgym.monitoring.terminal import open_display
+    from envgym.processes.event_loop import run
     from envgym.training.new_model import make_model
 
     with open_display() as display:
-        path = asyncio.run(make_model(options.name, display))
+        path = run(make_model(options.name, display))
     print(path)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -73,17 +74,34 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
     }
 
 
+FEWEST_RANKS = 4
+"""Rewards that pass for ranks: two or three different marks are as often given by who judges each answer by itself."""
+
+
 def doubt_of(spec: EnvSpec, groups: Sequence[Group]) -> str:
     """A sentence where the score may say nothing of the policy: the environment judges a task's answers together, and
-    every task has the same mean, as it has by ranks. Empty elsewhere."""
+    every task has the same mean, as it has by ranks; of a single task, its rewards look like ranks. Empty elsewhere.
+
+    Tasks of which an episode failed are left aside: ranks among fewer may have another mean.
+    """
     judged = [group for group in groups if spec.of(group.task).scores_groups]
-    means = [fmean(rewards) for rewards in _by_group(judged, "reward").values() if rewards]
-    if len(means) < 2 or max(means) - min(means) > 1e-9:
+    whole = [group for group in judged if not any(episode.failed for episode in group.episodes)]
+    of_tasks = [rewards for rewards in _by_group(whole, "reward").values() if rewards]
+    means = [fmean(rewards) for rewards in of_tasks]
+    if not means or max(means) - min(means) > 1e-9 or (len(means) == 1 and not _are_ranks(of_tasks[0])):
         return ""
+    each = f"each of {len(means)} tasks" if len(means) > 1 else "its only task, whose rewards are evenly spaced,"
     return (
-        f"{spec.id} judges the answers to a task together, and each of {len(means)} tasks has the mean reward "
+        f"{spec.id} judges the answers to a task together, and {each} has the mean reward "
         f"{means[0]:.3f}: if it compares them with each other (by rank, say), that tells nothing of the policy"
     )
+
+
+def _are_ranks(rewards: Sequence[float]) -> bool:
+    """True for at least `FEWEST_RANKS` different rewards with one distance between each two neighbours."""
+    ordered = sorted(rewards)
+    steps = [after - before for before, after in pairwise(ordered)]
+    return len(ordered) >= FEWEST_RANKS and min(steps) > 1e-9 and max(steps) - min(steps) < 1e-9
 
 
 def mean_score(groups: Sequence[Group], cluster: str | None = None) -> Mean:

@@ -244,10 +244,13 @@ class Needs:
 
 
 def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
-    """Refuse a stage that would hold more episodes at once than `check_room` lets it, in a step or an evaluation."""
+    """Refuse a stage that would hold more episodes at once than `check_room` lets it, in a step or an evaluation. What
+    a filter drops is held too until its step is written: as many rounds as there may be."""
     config, samples = stage.rollout, stage.agent_config()[0].uses_policy
     of_each = config.group_size if samples else spec.recordings
-    check_room("a step (rollout.tasks, rollout.group_size)", config.tasks * (1 + config.max_staleness), of_each)
+    rounds = config.filter.max_rounds if samples and config.filter.on else 1
+    names = f"rollout.tasks, rollout.group_size{', rollout.filter.max_rounds' if rounds > 1 else ''}"
+    check_room(f"a step ({names})", config.tasks * (rounds + config.max_staleness), of_each)
     if stage.eval.every:
         size, of_each = spec.tasks("test").size, stage.eval.samples if samples else spec.recordings
         count = stage.eval.tasks if size is None else min(stage.eval.tasks, size)
@@ -256,7 +259,11 @@ def check_episodes(stage: StageConfig, spec: EnvSpec) -> None:
 
 def check_room(what: str, tasks: int, of_each: int) -> None:
     """Refuse to hold `of_each` episodes of `tasks` tasks where even the smallest would take more than half of the free
-    memory; `what` they are for. Raises `ConfigError`."""
+    memory; `what` they are for. Raises `ConfigError`.
+
+    Tokens are not counted: answers are mostly far shorter than `rollout.max_tokens`, and by that limit recipes would be
+    refused that run. So memory may run out with long answers all the same.
+    """
     free, needed = free_memory(), tasks * of_each * EPISODE_BYTES
     if 2 * needed > free:
         raise ConfigError(

@@ -70,9 +70,6 @@ class Plan:
             for node in range(max(used, default=0) + 1)
         ]
 
-    def shares_gpus(self, one: str, other: str) -> bool:
-        return any(one in pool and other in pool for pool in self.pools)
-
     def gpus_of(self, name: str) -> list[tuple[int, int]]:
         """(machine, GPU) of each process of a part, in their order."""
         workers = [worker for part in self.parts if part.name == name for worker in part.workers]

@@ -144,7 +144,8 @@ def made_token(name: str) -> Iterator[tuple[str, str]]:
             file.write(token + "\n")
     except OSError as error:
         raise ConfigError(
-            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file"
+            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file, or name a folder "
+            "that can be with ENVGYM_CACHE=FOLDER"
         ) from None
     try:
         yield token, str(path)

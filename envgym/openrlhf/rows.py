@@ -10,6 +10,7 @@ from typing import Any
 
 from envgym.disk import write_atomically
 from envgym.errors import ConfigError, RunError
+from envgym.hub import find_on_hub
 from envgym.types import Message, Observation
 
 Row = dict[str, Any]
@@ -27,7 +28,8 @@ def write_rows(episodes: Path, out: Path, model: str, process: Process, *, chat:
     from envgym.render import load_tokenizer, make_renderer
     from envgym.render.spelling import BREAK, after_prompt
 
-    renderer = make_renderer("chat" if chat else "raw", load_tokenizer(model))
+    folder = model if Path(model).is_dir() else find_on_hub(model)
+    renderer = make_renderer("chat" if chat else "raw", load_tokenizer(folder))
     rows: list[Row] = []
     for episode in read_episodes(episodes):
         *asked, answer = episode.messages or [Message.of("assistant", "")]

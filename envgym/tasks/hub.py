@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from pathlib import Path
 
 from envgym.disk import cache_folder, publish, unfinished
 from envgym.errors import DataError, missing_package
 from envgym.hashing import DIGITS
-from envgym.hub import ask_hub
+from envgym.hub import SECONDS, ask_hub
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?")
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt")
@@ -31,6 +32,9 @@ def fetched(name: str) -> Path:
         raise missing_package("datasets", "datasets", f"{name}, a data set of the hub,") from None
     of, _, config = name.partition(":")
     datasets.disable_progress_bars()
+    logging.getLogger(__name__).warning(
+        f"looking for {of} on the Hugging Face hub, for up to {SECONDS:g} s (there is no file of that name here)"
+    )
     if problem := ask_hub(of, "README.md", "dataset"):
         datasets.config.HF_HUB_OFFLINE = True  # what was fetched before, and no waiting for the network
     try:

@@ -286,6 +286,17 @@ def test_an_environments_words_command_no_terminal(run, tmp_path, capsys):
         assert "\x07" not in text
 
 
+def test_what_ends_the_loop_while_a_model_is_made_ends_the_command_in_a_line(run, monkeypatch):
+    """The tasks whose text a new tokenizer learns are drawn by a user's code."""
+
+    async def leaves(*_):
+        sys.exit(3)
+
+    monkeypatch.setattr("envgym.training.find_model.make_model", leaves)
+    result = run("model", "starter")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+
+
 def test_debug_shows_the_traceback_of_a_mistake(run):
     result = run("train", "--env", "math_verfy", "debug=true")
     assert result.returncode == 2

@@ -18,8 +18,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from envgym.errors import InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net.server import running
+from envgym.net.tokens import made_token
 from envgym.services import RewardEndpoint
 from envgym.services.client import Assessment, RewardClient
 from envgym.services.reward import RewardEndpointClient
@@ -204,6 +205,13 @@ def test_a_dead_model_ends_the_server_with_one_line(tiny_reward_model, tmp_path)
     finally:
         server.process.kill()
     assert (tmp_path / "token").exists()
+
+
+def test_a_cache_that_takes_no_token_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ENVGYM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="or name a folder that can be with ENVGYM_CACHE"), made_token("x"):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import pytest
 import envgym
 from envgym.agents.replay import Replay, ReplayConfig
 from envgym.cli import main
+from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
 from envgym.errors import ConfigError, DataError
 from envgym.learner import trajectories
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
+from envgym.training.update import steps_of
 
 ASKED = [{"role": "user", "content": "1 + 2?"}]
 RIGHT = {"role": "assistant", "content": "3"}
@@ -319,6 +321,24 @@ def test_several_sets_are_mixed_by_their_weights(write):
 
     drawn = asyncio.run(main())
     assert drawn.count("few") == 10
+
+
+def test_several_weighted_sets_have_no_end_so_that_sft_wants_steps_and_takes_them(write):
+    path = write({"prompt": "1 + 2?", "completion": "3"})
+    sources = {name: {"path": path, "weight": weight} for name, weight in (("a", 3), ("b", 1))}
+
+    def steps(**words):
+        stage = resolve({"env": "recorded", "data": {"sources": sources}, **words}, recipe="sft").stages[0]
+
+        async def main():
+            async with stage.make_spec() as spec:
+                return steps_of(stage, spec.tasks("train").size)
+
+        return asyncio.run(main())
+
+    assert steps(steps=9) == 9
+    with pytest.raises(ConfigError, match=r"the training tasks, which have no end here: set steps"):
+        steps()
 
 
 def test_the_preview_shows_what_is_taught_and_refuses_what_is_not(write, tiny_model, capsys):

@@ -116,6 +116,18 @@ def test_what_makes_two_evaluations_less_alike_is_noted(play):
     assert "more: not in evals/a" in notes
 
 
+def test_another_specification_is_told_of_where_the_code_is_the_same(play):
+    def more(timeout):
+        return {
+            "environments": {"more": {"env": {"name": "scripted.py:Scripted", "call_timeout": timeout}, "tasks": 1}}
+        }
+
+    a, b, c = (play(name, 1.0, 0.0, **more(timeout)) for name, timeout in (("a", 50), ("b", 60), ("c", 50)))
+    assert "more: the environment has other settings in the two" in compare(a, b).notes
+    assert not [note for note in [*compare(a, c).notes, *compare(a, b).notes] if note.startswith("one: the env")]
+    assert not [note for note in compare(a, c).notes if "the environment has other" in note]
+
+
 def test_an_environment_that_cannot_be_compared_leaves_no_difference_of_the_whole(play):
     """A policy that breaks one environment altogether must not pass a gate by the others."""
     two = {"environments": {"two": {"env": {"name": "scripted.py:Scripted"}, "tasks": 1}}}

@@ -33,6 +33,16 @@ def free(monkeypatch):
         ),
         ({"rollout.tasks": 2, "rollout.group_size": 700_000}, r"a step .* of 2 tasks, 700,000 episodes of each"),
         ({"rollout.tasks": 2, "rollout.group_size": 600_000, "rollout.max_staleness": 1}, "of 4 tasks, 600,000"),
+        ({"rollout.tasks": 2, "rollout.group_size": 600_000, "rollout.filter.max_rounds": 2}, ""),  # no filter is on
+        (
+            {
+                "rollout.tasks": 2,
+                "rollout.group_size": 600_000,
+                "rollout.filter.zero_variance": True,
+                "rollout.filter.max_rounds": 2,
+            },
+            r"a step \(rollout.tasks, rollout.group_size, rollout.filter.max_rounds\) of 4 tasks, 600,000",
+        ),
         ({"rollout.tasks": 10**9, "agent": "replay", "learner": "sft"}, "a step .* of 1,000,000,000 tasks, 1 episodes"),
         ({"eval.samples": 10**9}, r"an evaluation \(eval.tasks, eval.samples\) of 512 tasks"),
         ({"eval.tasks": 10**9}, ""),  # there are no more than 512
