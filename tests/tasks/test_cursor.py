@@ -16,6 +16,7 @@ from envgym.config.resolve import resolve
 from envgym.engines.base import SamplingParams
 from envgym.env import ListTasks, SeedTasks, TaskSet
 from envgym.errors import ConfigError, RunError
+from envgym.render import NoRenderer
 from envgym.tasks import Interleaved
 from envgym.tasks.curriculum import Curriculum, CurriculumConfig
 from envgym.tasks.cursor import TaskCursor
@@ -334,6 +335,7 @@ def trainer_of(skip):
 
 class OneAgent:
     uses_policy = True
+    renderer = NoRenderer()
 
 
 def test_the_loop_lets_the_curriculum_see_its_groups_and_keeps_what_it_knows(through_a_checkpoint):
