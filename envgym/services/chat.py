@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome, missing_package
+from envgym.errors import ConfigError, InvalidOutcome, needs
 from envgym.render.spelling import broken_up, by_others, rewritten
 from envgym.types import Message, as_messages
 
@@ -20,11 +20,9 @@ from .client import ChatClient, Conversation
 from .declarations import Chat
 from .http import JsonCaller, api_key
 
-try:
+with needs("openai", "api", "an OpenAI-compatible API"):
     import httpx
     import openai
-except ImportError:
-    raise missing_package("openai", "api", "an OpenAI-compatible API") from None
 
 IN_MEMORY = 20_000
 """Repeatable answers kept in memory; the longest unused goes first."""

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome, missing_package
+from envgym.errors import ConfigError, InvalidOutcome, needs
 from envgym.processes.deadline import pause_timeouts
 
-try:
+with needs("httpx", "api", "a service over HTTP"):
     import httpx
-except ImportError:
-    raise missing_package("httpx", "api", "a service over HTTP") from None
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from envgym.envs.math_verify.answers import boxed, judge_at_once
 from envgym.envs.math_verify.notation import plain
-from envgym.errors import missing_package
+from envgym.errors import needs
 
 from .episode import InstanceEpisode
 from .llm_engine import OutOfRoom
@@ -139,10 +139,8 @@ def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
     certain = judge_at_once(answer, gold)
     if certain is not None:
         return certain
-    try:
+    with needs("math-verify", "math", "grade_answer"):
         from math_verify import parse, verify
-    except ImportError:
-        raise missing_package("math-verify", "math", "grade_answer") from None
     # The library's clock is a signal's, which only the main thread has: reward functions are called there.
     seconds = GRADING_SECONDS if threading.current_thread() is threading.main_thread() else None
     left, right = (parse(rf"\boxed{{{plain(text)}}}", parsing_timeout=seconds) for text in (gold, answer))
