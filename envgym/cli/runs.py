@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envgym.disk import holder
 from envgym.errors import printable
+from envgym.monitoring.report import aligned, score
+from envgym.view.sources import Source
 
 from .errors import Invocation
 from .parser import Parser
-
-if TYPE_CHECKING:
-    from envgym.view.sources import Source
 
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
@@ -29,24 +27,24 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         print(f"no runs in {folder}")
         return 0
     runs.sort(key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
-    from envgym.monitoring.report import aligned
-
     print(aligned([("RUN", "STATUS", "STEPS", "BEFORE", "AFTER"), *map(_row, runs)]))
     return 0
 
 
 def _row(run: Path) -> tuple[str, ...]:
-    from envgym.view.sources import Source
-
     try:
-        cells = _cells(run, lambda folder: Source(folder.name, "run", folder, (run.resolve(),)))
+        cells = _cells(run)
     except Exception as error:  # a stranger's run may hold anything, and takes no other from the list
         cells = f"unreadable ({type(error).__name__}; see: envgym view)", "", "", ""
     return tuple(printable(cell) for cell in (run.name, *cells))
 
 
-def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
+def _cells(run: Path) -> tuple[str, ...]:
     """A run of several stages has a summary once the last has ended; until then the one it came to tells."""
+
+    def source(folder: Path) -> Source:
+        return Source(folder.name, "run", folder, (run.resolve(),))
+
     files = [*run.glob("metrics.jsonl"), *run.glob("*/metrics.jsonl")]
     last = max(files, key=lambda path: path.lstat().st_mtime, default=run / "metrics.jsonl").parent
     if (where := holder(run)) is not None:
@@ -56,8 +54,6 @@ def _cells(run: Path, source: Callable[[Path], Source]) -> tuple[str, ...]:
         summary = source(last).summary()
         if summary.get("status", "completed") == "completed":
             return "unfinished", _steps_so_far(source(last)), "", ""
-    from envgym.monitoring.report import score
-
     scores = summary.get("eval") or {}
     return (
         str(summary.get("status", "?")),

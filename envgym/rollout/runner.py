@@ -20,15 +20,7 @@ from envgym.agent import Agent
 from envgym.engines.base import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.episodes.scores import reward_as_score, withdraw
-from envgym.errors import (
-    CallTimeout,
-    InvalidOutcome,
-    InvalidStep,
-    PromptTooLong,
-    ResetNeeded,
-    WorkerDied,
-    WorkerError,
-)
+from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.loading import users_line
 from envgym.processes import cancellation
