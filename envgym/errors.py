@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -145,6 +146,16 @@ def missing_package(package: str, extra: str, purpose: str) -> MissingDependency
     return MissingDependency(
         f"{purpose} needs the package {package!r}, which is not installed: {install_command(extra, package)}"
     )
+
+
+@contextlib.contextmanager
+def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Import optional packages within: where one is not there, it is told as `missing_package` tells it, by its own
+    name or else by `package`."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_package(error.name or package, extra, purpose) from None
 
 
 def install_command(extra: str, package: str) -> str:

@@ -9,15 +9,13 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from . import registry
-from .errors import missing_package
+from .errors import needs
 from .types import Action, Message, Observation
 
-try:
+with needs("gymnasium", "gymnasium", "the Gymnasium view of an environment"):
     import gymnasium
     from gymnasium import spaces
     from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
-except ImportError:
-    raise missing_package("gymnasium", "gymnasium", "the Gymnasium view of an environment") from None
 
 T = TypeVar("T")
 

@@ -124,11 +124,7 @@ class Completion:
         if generation.stop_reason is StopReason.LENGTH:
             self._finish_reason = "length"
         prompt, completion = len(context), len(generation.token_ids)
-        self._usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        self._usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         self._envelope = {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "created": int(time.time()),

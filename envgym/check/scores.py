@@ -87,25 +87,27 @@ async def _play(subject: Subject) -> Earned:
         ways: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
         for variant, turns in enumerate(subject.demonstrations(task)):
             ways[f"demonstration {variant}"] = demonstrated(turns)
-        played = await asyncio.gather(*(subject.play(task, number, script, name) for name, script in ways.items()))
-        if problems := [episode.problem() for episode in played if episode.error is not None]:
-            earned.failure = problems[0]
         try:
-            episodes = await _judged(subject, task, played)
+            played, episodes = await _tried(subject, task, number, ways)
         except EnvgymError as error:
             earned.failure = str(error)
             continue
+        if problems := [episode.problem() for episode in played.values() if episode.error is not None]:
+            earned.failure = problems[0]
         for way, episode in episodes.items():
             group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
             group.append(episode)
     return earned
 
 
-async def _judged(subject: Subject, task: Task, played: Sequence[Played]) -> dict[str, Episode]:
-    """The episodes that were played to an end and judged, by the names of their scripts."""
+async def _tried(
+    subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
+) -> tuple[dict[str, Played], dict[str, Episode]]:
+    """What the scripts played, by their names, and the episodes that came to an end and were judged."""
+    played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
     finished = [episode.episode() for episode in played if episode.error is None]
     episodes = await judged(subject.spec, task, finished) if finished else []
-    return {episode.id.rpartition(":")[2]: episode for episode in episodes}
+    return dict(zip(scripts, played, strict=True)), {episode.id.rpartition(":")[2]: episode for episode in episodes}
 
 
 async def _rambling(subject: Subject) -> Finding:
@@ -117,13 +119,14 @@ async def _rambling(subject: Subject) -> Finding:
         scripts = {f"demonstration {n}": demonstrated(turns) for n, turns in enumerate(subject.demonstrations(task))}
         scripts |= {f"guess {n}": monkey(n) for n in range(GUESSES)}
         with contextlib.suppress(EnvgymError):
-            worths, played = await _worths(subject, task, number, {"noise": noise} | scripts)
+            played, episodes = await _tried(subject, task, number, {"noise": noise} | scripts)
+            worths = _worths(episodes)
             best = max(worths, key=lambda way: worths[way])
             if "noise" not in worths or worths[best] <= worths["noise"]:
                 continue
             actions = [turn.action for turn in played[best].turns]
             places = {name: with_noise(actions, noise, before=name == "before") for name in ("after", "before")}
-            noisy, _ = await _worths(subject, task, number, places)
+            noisy = _worths((await _tried(subject, task, number, places))[1])
             if len(noisy) == len(places):
                 rows.append((worths["noise"], worths[best], noisy["after"], noisy["before"]))
     if not rows:
@@ -136,17 +139,10 @@ async def _rambling(subject: Subject) -> Finding:
     return ok(found)
 
 
-async def _worths(
-    subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
-) -> tuple[dict[str, float], dict[str, Played]]:
-    """The reward, or else the score, of each script's episode that has one, and the episodes."""
-    played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
-    worths = {
-        way: worth
-        for way, episode in (await _judged(subject, task, played)).items()
-        if (worth := episode.score if episode.reward is None else episode.reward) is not None
-    }
-    return worths, dict(zip(scripts, played, strict=True))
+def _worths(episodes: Mapping[str, Episode]) -> dict[str, float]:
+    """The reward, or else the score, of each episode that has one."""
+    worths = {way: one.score if one.reward is None else one.reward for way, one in episodes.items()}
+    return {way: worth for way, worth in worths.items() if worth is not None}
 
 
 def _listed(means: Mapping[str, float]) -> str:

@@ -74,16 +74,11 @@ class EngineClient:
         began, beside = time(), 0
         asking = asyncio.create_task(self._handle.call(method, *args))
         try:
-            async with asyncio.timeout(CALL_SECONDS) as limit:
-                while not (await asyncio.wait({asking}, timeout=LOOK_SECONDS))[0]:
-                    beside += self.others_moved_at() > began
-                    if beside > PATIENCE_BESIDE_OTHERS:
-                        limit.reschedule(time())
-                answer = asking.result()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WorkerDied(f"the engine hangs: {method} did not end within {time() - began:.0f} s") from None
+            while not (await asyncio.wait({asking}, timeout=min(LOOK_SECONDS, began + CALL_SECONDS - time())))[0]:
+                beside += self.others_moved_at() > began
+                if beside > PATIENCE_BESIDE_OTHERS or time() >= began + CALL_SECONDS:
+                    raise WorkerDied(f"the engine hangs: {method} did not end within {time() - began:.0f} s")
+            answer = asking.result()
         finally:
             asking.cancel()
         self.moved_at = time()

@@ -10,7 +10,7 @@ import asyncio
 import os
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -269,13 +269,11 @@ class WeightReader:
 
     def begin_reload(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.platforms import current_platform
 
         model = self.model_runner.get_model()
-        if current_platform.is_cpu():  # where vLLM repacks experts only as it makes their kernel
-            for layer in model.modules():
-                if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                    layer.quant_method.moe_kernel = None
+        for layer in _repacked(model):
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None  # vLLM repacks experts only as it makes their kernel
         # Layers are made anew: on a CPU their matrices have been repacked, and only a reload repacks again.
         initialize_layerwise_reload(model)
 
@@ -285,16 +283,21 @@ class WeightReader:
     def end_reload(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-        from vllm.platforms import current_platform
 
         runner = self.model_runner
         model = runner.get_model()
         finalize_layerwise_reload(model, runner.model_config)
-        if current_platform.is_cpu():
-            for layer in model.modules():
-                if isinstance(layer, ParallelLMHead):  # a tied one is given nothing, and has a repacked copy
-                    layer.quant_method.process_weights_after_loading(layer)
+        for layer in _repacked(model):
+            if isinstance(layer, ParallelLMHead):  # a tied one is given nothing, and has a repacked copy
+                layer.quant_method.process_weights_after_loading(layer)
         runner.reset_lora_state()
+
+
+def _repacked(model: Any) -> Iterable[Any]:
+    """The layers whose matrices may be repacked: all of them on a CPU, none elsewhere."""
+    from vllm.platforms import current_platform
+
+    return model.modules() if current_platform.is_cpu() else ()
 
 
 def _given_up(reason: str | None) -> str:

@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
@@ -167,10 +167,8 @@ class CheckedEnv(Env):
             observation = as_observation(value)
             size = len(observation.text or "") + sum(len(message.text) for message in observation.messages)
         except TypeError as error:
-            problem: object = error
-            if any(_coroutines(value)):
-                problem = f"an observation is text, messages or an Observation, not {shown(value)}"
-            raise InvalidStep(f"{self.spec.id}: {problem}") from None
+            of_coroutine = f"an observation is text, messages or an Observation, not {shown(value)}"
+            raise InvalidStep(f"{self.spec.id}: {of_coroutine if _coroutines(value) else error}") from None
         if size > MOST_CHARACTERS:
             raise InvalidStep(
                 f"{self.spec.id}: an observation has {size:,} characters, more than the {MOST_CHARACTERS:,} that are "
@@ -209,23 +207,21 @@ def _number(what: str, value: Any) -> float:
 
 def shown(value: Any) -> str:
     """A value that a call returned, as part of a sentence on the value that it should have returned."""
-    if not (forgotten := list(_coroutines(value))):
+    if not (forgotten := _coroutines(value)):
         return f"{value!r:.80}"
     for coroutine in forgotten:
         coroutine.close()  # or Python warns, later and elsewhere, that nobody awaited it
     return f"a coroutine: an await is missing before {forgotten[0].__name__}(…)"
 
 
-def _coroutines(value: Any) -> Iterator[Any]:
+def _coroutines(value: Any) -> list[Any]:
     """The coroutines in what a call returned: in a tuple, in messages, wherever one was forgotten."""
     if inspect.iscoroutine(value):
-        yield value
-    elif dataclasses.is_dataclass(value):
+        return [value]
+    if dataclasses.is_dataclass(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
-        value = [*value.values()]
-    for item in value if isinstance(value, list | tuple) else ():
-        yield from _coroutines(item)
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [coroutine for part in parts for coroutine in _coroutines(part)]
 
 
 def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:

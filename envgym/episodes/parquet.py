@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envgym.disk import replacing
-from envgym.errors import DataError, missing_package
+from envgym.errors import DataError, needs
 from envgym.types import Episode
 
 from .record import from_record, to_record
@@ -85,11 +85,9 @@ def read_rollouts(path: Path) -> list[Episode]:
 
 
 def _pyarrow(purpose: str) -> tuple[Any, Any]:
-    try:
+    with needs("pyarrow", "train", purpose):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError:
-        raise missing_package("pyarrow", "train", purpose) from None
     return pa, pq
 
 

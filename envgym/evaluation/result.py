@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean
@@ -68,7 +68,7 @@ def _result_of(groups: Sequence[Group], success: float, cluster: str | None) -> 
         "truncated_by": dict(limits),
         "played_again": sum(episode.attempt for episode in episodes),
         "tokens": sum(map(sampled_tokens, finished)),
-        "turns": _mean(map(n_turns, finished)),
+        "turns": fmean(map(n_turns, finished)) if finished else None,
         "seconds": _quantiles([episode.seconds for episode in finished]),
         "metrics": _metrics(finished),
     }
@@ -173,8 +173,3 @@ def _metrics(finished: Sequence[Episode]) -> dict[str, float]:
 def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(values)
     return {"p50": percentile(ordered, 0.5), "p95": percentile(ordered, 0.95)} if ordered else None
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return fmean(found) if found else None

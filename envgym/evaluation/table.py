@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     weighed = [env for env in result["envs"].values() if env["weight"]]
     lines = [("model", result["model"])]
     many = len(weighed) > 1
-    how = f"mean of {len(weighed)} environments" + ("" if _same_weights(weighed) else " by their weights")
+    weights = {env["weight"] for env in weighed}
+    how = f"mean of {len(weighed)} environments{'' if len(weights) == 1 else ' by their weights'}"
     size = f"{result['n_tasks']} tasks, {sum(env['n_episodes'] for env in weighed)} episodes"
     lines.append((label, of))
     if result["score"] is None:
@@ -84,10 +85,6 @@ def _lines(result: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     lines.append(("time", f"{duration(result['seconds'])}, {result['tokens']:,} tokens sampled"))
     lines.append(("folder", str(folder)))
     return lines
-
-
-def _same_weights(envs: Sequence[Mapping[str, Any]]) -> bool:
-    return len({env["weight"] for env in envs}) == 1
 
 
 def _each(total: int, count: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from envgym.disk import unfinished
-from envgym.errors import ConfigError, missing_package
+from envgym.errors import ConfigError, needs
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 GGUF = ".gguf"
@@ -78,10 +78,8 @@ def check_template(folder: Path, out: Path, note: Callable[[str], None]) -> None
     """Compare the chat template in a GGUF file with the tokenizer's: other programs render by it."""
     import transformers
 
-    try:
+    with needs("gguf", "gguf", f"reading {out.name} back"):
         from gguf import GGUFReader
-    except ImportError:
-        raise missing_package("gguf", "gguf", f"reading {out.name} back") from None
     field = GGUFReader(out).get_field("tokenizer.chat_template")
     written = None if field is None else str(field.contents())
     template = transformers.AutoTokenizer.from_pretrained(folder).chat_template

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import Field
 
 from envgym.env import EnvSpec
-from envgym.errors import missing_package
+from envgym.errors import needs
 from envgym.hashing import derived_seed
 from envgym.settings import Settings
 from envgym.types import Action, Message, Observation, as_messages
@@ -57,13 +57,11 @@ def make_fresh_model(folder: Path, config: FreshModelConfig, corpus: Iterable[st
 
     The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. The same seed gives the same weights.
     """
-    try:
+    with needs("torch", "train", "making a model"):
         import torch
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
         from transformers.utils.logging import disable_progress_bar
-    except ImportError as error:
-        raise missing_package(error.name or "torch", "train", "making a model") from None
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

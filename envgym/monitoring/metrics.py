@@ -74,22 +74,19 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
     """Sampled tokens and turns of the episodes, and how many ran into which limit."""
     lengths = sorted(sum(row.n_action_tokens for row in episode.rows) for episode in finished)
     truncated = [episode.outcome.reason for episode in finished if episode.outcome.status is Status.TRUNCATED]
+    turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
+    cut = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
     return {
         "tokens/sampled": sum(lengths),
         "length/mean": fmean(lengths),
         "length/p50": percentile(lengths, 0.5),
         "length/p90": percentile(lengths, 0.9),
         "length/max": lengths[-1],
-        "length/turns": fmean(sum(len(row.turns) for row in episode.rows) for episode in finished),
+        "length/turns": len(turns) / len(finished),
         "length/truncated_share": len(truncated) / len(finished),
-        "length/cut_turns_share": fmean(cut) if (cut := _cut_turns(finished)) else 0.0,
+        "length/cut_turns_share": cut / max(1, len(turns)),
         **{f"truncated/{why}": count / len(finished) for why, count in sorted(Counter(truncated).items())},
     }
-
-
-def _cut_turns(finished: Sequence[Episode]) -> list[bool]:
-    """For each turn, whether it ended at its token limit."""
-    return [turn.stop_reason is StopReason.LENGTH for episode in finished for row in episode.rows for turn in row.turns]
 
 
 def held_out_metrics(result: Mapping[str, Any]) -> dict[str, Any]:

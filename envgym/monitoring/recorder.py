@@ -42,11 +42,11 @@ class Recorder:
         same = f"the same reward, {rewards.pop():g}" if len(rewards) == 1 else "the reward of its whole group"
         text = (
             f"every episode of the run had {same}, and that teaches nothing: see what a right and a wrong answer earn "
+            "(envgym envs try), and whether the tasks are far too hard or too easy (envgym show)"
         )
-        text += "(envgym envs try), and whether the tasks are far too hard or too easy (envgym show)"
         last = steps[-1]
-        last["reward/zero_variance_share"] = 1.0  # of groups of one too
-        last["alarms"] = [*dict.fromkeys([*last.get("alarms", []), "no_variance"])]
+        names = dict.fromkeys([*last.get("alarms", []), "no_variance"])
+        last |= {"reward/zero_variance_share": 1.0, "alarms": [*names]}  # a share of groups of one too
         self._folder.write_metrics(records)
         self._display.alarm(last["step"], text)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from envgym.errors import missing_package
+from envgym.errors import needs
 
 PICTURE = "curve.png"
 WINDOW_SHARE = 0.1
@@ -109,10 +109,8 @@ def plot(folder: Path, records: Sequence[Mapping[str, Any]]) -> Path | None:
     curve = [(record["step"], record[key]) for record in records if key in record]
     if not curve:
         return None
-    try:
+    with needs("matplotlib", "train", "drawing a run"):
         import matplotlib.figure as figures
-    except ImportError:
-        raise missing_package("matplotlib", "train", "drawing a run") from None
 
     figure = figures.Figure(figsize=(12, 7), dpi=100, layout="constrained")
     axes = figure.add_subplot()

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Literal
 
-from envgym.errors import InvalidOutcome, missing_package
+from envgym.errors import InvalidOutcome, needs
 from envgym.processes.deadline import pause_timeouts
 
 from .retries import LONGEST_PAUSE, TRY_AGAIN, pauses, retry_after
 
-try:
+with needs("httpx", "api", "a service over HTTP"):
     import httpx
-except ImportError:
-    raise missing_package("httpx", "api", "a service over HTTP") from None
 
 FIRST_PAUSE = 0.5
 """Seconds before the second try; doubled before each further one, and shortened by up to a half at random."""

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from envgym.errors import ConfigError, InvalidStep, missing_package
+from envgym.errors import ConfigError, InvalidStep, needs
 from envgym.types import Message, Observation
 
 from .spelling import BREAK, IN_APIS, Speller, rewritten
@@ -224,14 +224,12 @@ class NoRenderer(Renderer):
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model folder or hub id. Raises `ConfigError` where there is none."""
-    try:
+    with needs("transformers", "train", "rendering prompts"):
         # With the class that most tokenizers have, torch and all of transformers' models need not be imported.
         if _is_common(Path(model)):
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-    except ImportError:
-        raise missing_package("transformers", "train", "rendering prompts") from None
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each retry; the line below says all
     try:
         return Tokenizer.from_pretrained(model)

@@ -21,15 +21,7 @@ from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.env.boundary import UsersCode
 from envgym.episodes.scores import reward_as_score, withdraw
-from envgym.errors import (
-    CallTimeout,
-    InvalidOutcome,
-    InvalidStep,
-    PromptTooLong,
-    ResetNeeded,
-    WorkerDied,
-    WorkerError,
-)
+from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, PromptTooLong, ResetNeeded, WorkerDied, WorkerError
 from envgym.hashing import derived_seed, task_hash
 from envgym.loading import users_line
 from envgym.processes import cancellation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from envgym.errors import ConfigError, missing_package
+from envgym.errors import ConfigError, needs
 from envgym.hub import find_on_hub
 from envgym.models import check_no_file
 from envgym.render import TextRenderer, make_renderer
@@ -44,11 +44,9 @@ class RewardWorker:
         normalise: bool = False,
         deterministic: bool = False,
     ) -> None:
-        try:
+        with needs("torch", "train", "a reward model"):
             import torch
             import transformers
-        except ImportError as error:
-            raise missing_package(error.name or "torch", "train", "a reward model") from None
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from envgym.disk import cache_folder, publish, unfinished
-from envgym.errors import DataError, missing_package
+from envgym.errors import DataError, needs
 from envgym.hashing import DIGITS
 from envgym.hub import SECONDS, ask_hub
 
@@ -26,10 +26,8 @@ def is_hub_id(path: str) -> bool:
 def fetched(name: str) -> Path:
     """The folder with a data set of the hub, in $ENVGYM_CACHE; of the version that `datasets` gives now, which without
     a network is the one it fetched last. Raises `DataError` where it cannot be had."""
-    try:
+    with needs("datasets", "datasets", f"{name}, a data set of the hub,"):
         import datasets
-    except ImportError:
-        raise missing_package("datasets", "datasets", f"{name}, a data set of the hub,") from None
     of, _, config = name.partition(":")
     datasets.disable_progress_bars()
     logging.getLogger(__name__).warning(

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import DataError, did_you_mean, missing_package
+from envgym.errors import DataError, did_you_mean, needs
 
 from .hub import fetched, is_hub_id
 
@@ -206,12 +206,10 @@ def _problem(error: json.JSONDecodeError) -> str:
 
 
 def _read_table(path: Path) -> Any:
-    try:
+    with needs("pyarrow", "train", f"reading {path}"):
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
-    except ImportError:
-        raise missing_package("pyarrow", "train", f"reading {path}") from None
     try:
         if path.suffix == ".parquet":
             return pyarrow.parquet.read_table(path)

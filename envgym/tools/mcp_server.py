@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import Field, model_validator
 
-from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, missing_package
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, did_you_mean, needs
 from envgym.processes import family
 from envgym.settings import Settings
 from envgym.types import ToolSpec
@@ -117,11 +117,9 @@ class McpSession:
         Raises `ConfigError` for settings that cannot work, `MissingDependency` without the `mcp` package,
         `InvalidOutcome` for a server that does not come up in time.
         """
-        try:
+        with needs("mcp", "mcp", f"the MCP server {self._server.label}"):
             import anyio
             import mcp  # noqa: F401
-        except ImportError:
-            raise missing_package("mcp", "mcp", f"the MCP server {self._server.label}") from None
         if logging.getLogger("mcp").level == logging.NOTSET:
             # It logs with tracebacks what our errors say in a line, and every line a server prints that is no message.
             logging.getLogger("mcp").setLevel(logging.CRITICAL)

@@ -160,27 +160,22 @@ def shown(source: Source, step: int, index: int) -> dict[str, Any]:
     found = listing(source, step)
     record = found.record(index)
     group = [n for n, name in enumerate(found.column("group")) if name == record["group"]]
-    texts = Texts(source.tokenizer())
     learned = _learned(source, step, record["id"])
-    rows = [_tokens(row, texts, learned.get(number)) for number, row in enumerate(record["rows"])]
+    rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
     return {**record, "rows": rows, "siblings": group, "index": index, "step": step, "listed": found.slice(index, 1)}
 
 
-class Texts:
+def _texts(file: Path | None, token_ids: Sequence[int]) -> list[str] | None:
     """Texts of single tokens, by a tokenizer's file."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._of = None if file is None else _texts(file)
-
-    def __call__(self, token_ids: Sequence[int]) -> list[str] | None:
-        try:
-            return None if self._of is None else [self._of(token) for token in token_ids]
-        except (TypeError, OverflowError):  # these are no tokens
-            return None
+    try:
+        text_of = None if file is None else _decoder(file)
+        return None if text_of is None else [text_of(token) for token in token_ids]
+    except (TypeError, OverflowError):  # these are no tokens
+        return None
 
 
 @lru_cache(CACHED)
-def _texts(file: Path) -> Any:
+def _decoder(file: Path) -> Any:
     from tokenizers import Tokenizer
 
     try:
@@ -190,7 +185,7 @@ def _texts(file: Path) -> Any:
     return lru_cache(TOKENS)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
 
-def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | None) -> dict[str, Any]:
+def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str, Any] | None) -> dict[str, Any]:
     """A row's tokens by column; None stands for what is not known of a token."""
     tokens: dict[str, list[Any]] = {name: [] for name in ("ids", "roles", "weights", "logprobs", "versions")}
     for segment in row["segments"]:
@@ -210,7 +205,8 @@ def _tokens(row: Mapping[str, Any], texts: Texts, learned: Mapping[str, Any] | N
         name: [value if known else None for value, known in zip(learned[column], sampled, strict=False)]
         for name, column in made.items()
     } if learned else {}  # fmt: skip
-    return {**tokens, **learning, "texts": texts(tokens["ids"]), "turns": row["turns"], "objective": row["objective"]}
+    texts = _texts(tokenizer, tokens["ids"])
+    return {**tokens, **learning, "texts": texts, "turns": row["turns"], "objective": row["objective"]}
 
 
 def _learned(source: Source, step: int, episode: str) -> dict[int, dict[str, Any]]:

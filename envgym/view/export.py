@@ -7,7 +7,7 @@ import gzip
 import html
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +81,6 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
     for line in lines:
         questions = f"run|{line['id']}", f"metrics|{line['id']}|0"
         if line.get("why"):
-            unread[questions[0]] = line["why"]
             continue
         answered = {path: ask(path) for path in questions}
         if reasons := [unread[path] for path in questions if path in unread]:
@@ -105,18 +104,18 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
             wanted.append([f"episode|{name}|{step}|{index}" for index in telling(answer["columns"])])
         elif path not in unread:
             older.append(path)
-    kept = sum(hold(path, ask(path)) for path in in_turns(wanted, episodes))
+    kept = sum(hold(path, ask(path)) for path in itertools.islice(in_turns(wanted), episodes))
     lists = len(wanted) + sum(hold(path, ask(path)) for path in older)
     content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
     try:
         write_atomically(out, _page(source.name, content))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror or error}") from None
-    names = sorted({path.split("|")[1] for path in unread})
-    return Held(out.stat().st_size, kept, whole, lists, len(steps), names)
+    names = {line["id"] for line in lines if line.get("why")} | {path.split("|")[1] for path in unread}
+    return Held(out.stat().st_size, kept, whole, lists, len(steps), sorted(names))
 
 
-def telling(columns: dict[str, Any]) -> Iterator[int]:
+def telling(columns: dict[str, Any]) -> Iterable[int]:
     """The numbers of a list's episodes, the most telling first, in turns by why."""
     numbers = range(len(columns["id"]))
     ways = [
@@ -125,17 +124,12 @@ def telling(columns: dict[str, Any]) -> Iterator[int]:
         sorted((n for n in numbers if columns["reward"][n] is not None), key=lambda n: columns["reward"][n]),
         sorted((n for n in numbers if columns["surprise"][n] is not None), key=lambda n: -columns["surprise"][n]),
     ]
-    seen: set[int] = set()
-    for number in in_turns(ways, len(numbers) * 4):
-        if number not in seen:
-            seen.add(number)
-            yield number
+    return dict.fromkeys(in_turns(ways))
 
 
-def in_turns(lists: list[list[Any]], most: int) -> Iterator[Any]:
+def in_turns(lists: list[list[Any]]) -> Iterator[Any]:
     """The first of each list, then the second of each, and so on."""
-    found = (one for places in itertools.zip_longest(*lists) for one in places if one is not None)
-    return itertools.islice(found, most)
+    return (one for places in itertools.zip_longest(*lists) for one in places if one is not None)
 
 
 def _page(title: str, content: str) -> str:

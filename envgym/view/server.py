@@ -42,15 +42,16 @@ class Answers:
         """The answer to `WHAT|ARGUMENT|…`: only what was found in the given folders is ever read. Raises `DataError`
         where there is nothing, or nothing that can be read, and `ValueError` for what is no question."""
         what, *parts = path.split("|")
+        numbered = (self._source, _number)
         questions: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...]]] = {
             "index": (self._index, ()),
             "run": (self._run, (self._source,)),
-            "metrics": (self._metrics, (self._source, _number)),
-            "list": (self._list, (self._source, _number, _number, _number)),
-            "lanes": (lanes, (self._source, _number)),
-            "episode": (shown, (self._source, _number, _number)),
-            "search": (self._search, (self._source, _number, str)),
-            "compare": (self._compare, (self._source, _number, self._source, _number)),
+            "metrics": (Source.metrics, numbered),
+            "list": (_list, (*numbered, _number, _number)),
+            "lanes": (lanes, numbered),
+            "episode": (shown, (*numbered, _number)),
+            "search": (lambda source, step, text: listing(source, step).holds(text), (*numbered, str)),
+            "compare": (lambda a, at_a, b, at_b: compared(listing(a, at_a), listing(b, at_b)), numbered * 2),
         }
         answer, readers = questions.get(what, (None, ()))
         if answer is None or len(parts) != len(readers):
@@ -81,19 +82,10 @@ class Answers:
         about = {"id": source.id, "kind": source.kind, "state": source.state(summary), "summary": summary}
         return {**about, "steps": steps, "config": source.config(), "alarms": source.alarms()}
 
-    def _metrics(self, source: Source, offset: int) -> dict[str, Any]:
-        records, end = source.metrics(offset)
-        return {"records": records, "offset": end, "state": source.state(source.summary())}
 
-    def _list(self, source: Source, step: int, first: int, count: int) -> dict[str, Any]:
-        found = listing(source, step)
-        return {"total": len(found), "first": first, "columns": found.slice(first, count)}
-
-    def _search(self, source: Source, step: int, text: str) -> list[int]:
-        return listing(source, step).holds(text)
-
-    def _compare(self, a: Source, step_a: int, b: Source, step_b: int) -> dict[str, Any]:
-        return compared(listing(a, step_a), listing(b, step_b))
+def _list(source: Source, step: int, first: int, count: int) -> dict[str, Any]:
+    found = listing(source, step)
+    return {"total": len(found), "first": first, "columns": found.slice(first, count)}
 
 
 def _number(text: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,10 +92,11 @@ class Source:
                 if isinstance(record.get("step"), int):
                     yield end, {name: value for name, value in record.items() if _is_plain(value)}
 
-    def metrics(self, offset: int) -> tuple[list[dict[str, Any]], int]:
-        """The records from a byte on, and the byte after the last of them."""
+    def metrics(self, offset: int) -> dict[str, Any]:
+        """The records from a byte on, the byte after the last of them, and the run's state."""
         found = list(self.records(offset))
-        return [record for _, record in found], found[-1][0] if found else offset
+        end = found[-1][0] if found else offset
+        return {"records": [record for _, record in found], "offset": end, "state": self.state(self.summary())}
 
     def alarms(self) -> list[dict[str, Any]]:
         """The sentences of the alarms that the run raised, by step."""
@@ -140,45 +140,39 @@ def find(given: Sequence[Path]) -> dict[str, Source]:
         if path.is_file() and path.suffix not in FILES:
             raise ConfigError(f"{path} is no file of episodes: those end in {' or '.join(FILES)}")
     roots = tuple(Path(os.path.realpath(path)) for path in given)
-    return {source.id: source for path in given for source in _Walk(roots).sources(path, str(path))}
+    return {source.id: source for path in given for source in _walk(path, str(path), roots, iter(range(WALKED)))}
 
 
-class _Walk:
-    """A walk through folders that looks for sources. It follows links to what lies within the `roots`, but walks
-    through none: they may lead back."""
+def _walk(path: Path, name: str, roots: tuple[Path, ...], places: Iterator[int], depth: int = 0) -> Iterator[Source]:
+    """The sources at `path`, which is called `name`, and below it. Links are followed to what lies within the `roots`,
+    but walked through they are not: they may lead back. Each file and folder takes one of the `places`."""
+    text = name.encode(errors="replace").decode()
+    try:
+        is_link = depth > 0 and path.is_symlink()
+        if is_link and not within(path, roots):
+            yield Source(text, "link", path, roots, leads_out(path))
+        elif (kind := _kind(path)) is not None:
+            if text != name or "|" in name:
+                raise DataError("its name holds '|' or what is no text: rename it to look at it")
+            yield Source(name, kind, path, roots)
+        elif path.is_dir() and not is_link and depth < DEPTH:  # of several, or a run of several stages
+            for inner in _entries(path, places):
+                below = places if depth else iter(range(WALKED))
+                yield from _walk(inner, f"{name}/{inner.name}", roots, below, depth + 1)
+    except (OSError, DataError) as error:
+        yield Source(text, "unreadable", path, roots, str(error))
 
-    def __init__(self, roots: tuple[Path, ...]) -> None:
-        self._roots = roots
-        self._left = WALKED
 
-    def sources(self, path: Path, name: str, depth: int = 0) -> Iterator[Source]:
-        """The sources at `path`, which is called `name`."""
-        text = name.encode(errors="replace").decode()
-        try:
-            is_link = depth > 0 and path.is_symlink()
-            if is_link and not within(path, self._roots):
-                yield Source(text, "link", path, self._roots, leads_out(path))
-            elif (kind := _kind(path)) is not None:
-                if text != name or "|" in name:
-                    raise DataError("its name holds '|' or what is no text: rename it to look at it")
-                yield Source(name, kind, path, self._roots)
-            elif path.is_dir() and not is_link and depth < DEPTH:  # of several, or a run of several stages
-                for inner in self._entries(path):
-                    if depth == 0:
-                        self._left = WALKED
-                    yield from self.sources(inner, f"{name}/{inner.name}", depth + 1)
-        except (OSError, DataError) as error:
-            yield Source(text, "unreadable", path, self._roots, str(error))
-
-    def _entries(self, folder: Path) -> list[Path]:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in itertools.islice(entries, self._left + 1))
-        self._left -= len(names)
-        if self._left < 0:
-            raise DataError(f"{folder}: there are more than {WALKED:,} files and folders here: name one of them")
-        known = [folder / name for name in names if name not in ("model", "checkpoints", "logs") and name[0] != "."]
-        is_run = (folder / "config.yaml").exists()
-        return [path for path in known if not (is_run and path.is_file())]
+def _entries(folder: Path, places: Iterator[int]) -> list[Path]:
+    names = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if next(places, None) is None:
+                raise DataError(f"{folder}: there are more than {WALKED:,} files and folders here: name one of them")
+            names.append(entry.name)
+    known = [folder / name for name in sorted(names) if name not in ("model", "checkpoints", "logs") and name[0] != "."]
+    is_run = (folder / "config.yaml").exists()
+    return [path for path in known if not (is_run and path.is_file())]
 
 
 def _kind(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from envgym.errors import ConfigError, missing_package
+from envgym.errors import ConfigError, missing_package, needs
 from envgym.models.weights_file import write_weights
 
 from .lora import ADAPTER_WEIGHTS, ORIGIN, LoraConfig
@@ -125,10 +125,8 @@ def library() -> Any:
     logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)  # of a kernel it cannot download
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed tells of looking for a GPU
-    try:
+    with needs("peft", "lora", "an adapter"):
         import peft
-    except ImportError as error:
-        raise missing_package(error.name or "peft", "lora", "an adapter") from None
     return peft
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from envgym import hub
 from envgym.disk import unfinished
-from envgym.errors import ConfigError, missing_package
+from envgym.errors import ConfigError, needs
 from envgym.models import check_no_file, is_path
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
@@ -84,12 +84,10 @@ def _find_base(base: str, adapter: str, note: Callable[[str], None]) -> str:
 
 
 def _merged(folder: Path, config: Mapping[str, Any], base: str) -> Any:
-    try:
+    with needs("torch", "train", "merging an adapter"):
         import torch
         import transformers
         from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise missing_package(error.name or "torch", "train", "merging an adapter") from None
     from .adapter import library
 
     peft = library()

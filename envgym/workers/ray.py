@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, WorkerDied, WorkerError, missing_package
+from envgym.errors import ConfigError, WorkerDied, WorkerError, needs
 from envgym.processes import family
 from envgym.processes.runtime import UTF8, Described, Slot, close_object, describe_error, load_target, rebuilt_error
 from envgym.processes.watchdog import CONTROLLER_LOG, CallWatch, watched_thread
@@ -320,10 +320,8 @@ class RayRuntime:
 
     def _ray(self) -> Any:
         """The `ray` module, connected."""
-        try:
+        with needs("ray", "ray", "runtime=ray"):
             import ray
-        except ImportError:
-            raise missing_package("ray", "ray", "runtime=ray") from None
         if not ray.is_initialized():
             local = {"address": "local", "num_cpus": os.cpu_count(), "include_dashboard": False}
             if "RAY_ADDRESS" in os.environ:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, model_validator
 
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
-from envgym.errors import ConfigError, NameNotFound, VersionNotFound, missing_package
+from envgym.errors import ConfigError, NameNotFound, VersionNotFound, needs
 from envgym.types import Action, Message, Task
 
 from .toy_text import FrozenLakeMaps, Plan, can_plan, view_of
@@ -123,10 +123,8 @@ class GymnasiumText(EnvSpec):
 
     def new_game(self, task: Task) -> gymnasium.Env[Any, Any]:
         """A new instance of the game, rendering text where it can. Raises an `EnvgymError` where there is none."""
-        try:
+        with needs("gymnasium", "gymnasium", f"environment {self.id}"):
             import gymnasium
-        except ImportError:
-            raise missing_package("gymnasium", "gymnasium", f"environment {self.id}") from None
         name, kwargs = self.config.game, dict(self.config.kwargs)
         if "map" in task.fields:
             kwargs["desc"] = task.fields["map"]

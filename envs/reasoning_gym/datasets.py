@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from envgym.errors import ConfigError, NameNotFound, did_you_mean, missing_package
+from envgym.errors import ConfigError, NameNotFound, did_you_mean, needs
 from envgym.hashing import hash_fraction
 
 CHUNK = 500
@@ -80,10 +80,8 @@ class Datasets:
         seed: int,
     ) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        try:
+        with needs("reasoning-gym", "reasoning-gym", "reasoning_gym"):
             import reasoning_gym.factory as factory
-        except ImportError as error:
-            raise missing_package(error.name or "reasoning-gym", "reasoning-gym", "reasoning_gym") from None
         self._factory = factory
         self._weights, self._params = weights, params
         self._levels, self._attributes = levels, attributes

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from envgym.errors import ConfigError, EnvgymError, NameNotFound, did_you_mean, missing_package
+from envgym.errors import ConfigError, EnvgymError, NameNotFound, did_you_mean, needs
 
 MOST_PLAYERS = 15
 TRIALS = 300
@@ -83,11 +83,9 @@ class Games:
     """
 
     def __init__(self, name: str, players: int | None) -> None:
-        try:
+        with needs("textarena", "textarena", "TextArena"):
             import textarena
             from textarena.envs.registration import ENV_REGISTRY
-        except ImportError as error:
-            raise missing_package(error.name or "textarena", "textarena", "TextArena") from None
         if name not in ENV_REGISTRY:
             raise NameNotFound(f"TextArena has no game {name!r}.{did_you_mean(name, ENV_REGISTRY)}")
         self._make = textarena.make

@@ -373,8 +373,8 @@ def test_an_export_leaves_out_what_cannot_be_read_and_says_why(zoo, tmp_path, mo
     assert main(["export", "runs", "--episodes", "9999", "--out", str(tmp_path / "out.html")]) == 0
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert "; cannot be read, or not whole: runs/a " in said
-    assert "more (the page says why)" in said
+    assert "; what cannot be read says why, of runs/a deep episode, runs/a name | of others, " in said
+    assert said.endswith("…\n")
     packed = re.search(r"id='held'>([^<]*)", (tmp_path / "out.html").read_text())[1]
     held = json.loads(gzip.decompress(base64.b64decode(packed)))
     lines = {line["id"].removeprefix("runs/"): line for line in held["index"]}

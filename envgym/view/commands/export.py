@@ -12,9 +12,6 @@ from envgym.errors import ConfigError, printable_line
 
 SUMMARY = "write a run as one HTML file to look at"
 
-NAMED = 5
-"""Names of what cannot be read that the last line gives."""
-
 
 def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser = Parser(
@@ -45,7 +42,6 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     held = export(path, out, episodes=options.episodes, megabytes=options.megabytes)
     lists = "" if held.steps == held.of_steps else f", the lists of {held.steps} of {held.of_steps} steps"
     episodes = f"{held.episodes} of {held.of_episodes} episodes with their tokens"
-    names = [*held.unread[:NAMED], *([f"{len(held.unread) - NAMED} more"] if len(held.unread) > NAMED else [])]
-    unread = f"; cannot be read, or not whole: {', '.join(names)} (the page says why)" if names else ""
+    unread = f"; what cannot be read says why, of {', '.join(held.unread)}" if held.unread else ""
     print(printable_line(f"{out}: {held.bytes / 2**20:.1f} MiB, {episodes}{lists}{unread}"))
     return 0
