@@ -103,7 +103,7 @@ async def _play(subject: Subject) -> Earned:
 async def _tried(
     subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
 ) -> tuple[dict[str, Played], dict[str, Episode]]:
-    """What the scripts played, by their names, and the episodes that came to an end and were judged."""
+    """Episodes that the scripts played, by the names of those, and the episodes that came to an end and were judged."""
     played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
     finished = [episode.episode() for episode in played if episode.error is None]
     episodes = await judged(subject.spec, task, finished) if finished else []
