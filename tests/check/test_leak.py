@@ -108,3 +108,12 @@ def test_numbers_stand_for_themselves():
     assert written(4.0) == "4"
     assert written("so it is #### 12") == "12"
     assert written(None) == ""
+
+
+def test_an_answer_with_signs_around_it_is_found_where_it_stands():
+    rng = random.Random(3)
+    answers = [f"[{rng.randrange(1000)}]" for _ in range(64)]
+    texts = ["".join(rng.choices("abcdefgh", k=9)) + f" {answer}" for answer in answers]
+    finding = verdict(texts, answers)
+    assert str(finding.verdict) == "FAILED"
+    assert "the 1. last word" in finding.found or "the 2. word" in finding.found
