@@ -292,7 +292,7 @@ def test_what_ends_the_loop_while_a_model_is_made_ends_the_command_in_a_line(run
     async def leaves(*_):
         sys.exit(3)
 
-    monkeypatch.setattr("envgym.training.find_model.make_model", leaves)
+    monkeypatch.setattr("envgym.training.new_model.make_model", leaves)
     result = run("model", "starter")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
