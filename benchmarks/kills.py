@@ -3,8 +3,8 @@
     python benchmarks/kills.py [--kills 300]
 
 Parents of every kind take turns: of workers, vLLM engines, grading processes, sandboxes, tool servers, and a served
-environment. Each is killed in mid-work, by turns at once or after one of its children that has children of its own; then
-all that it had started must be gone within ten seconds.
+environment. Each is killed in mid-work, by turns at once or after one of its children that has children of its own;
+then all that it had started must be gone within ten seconds.
 """
 
 from __future__ import annotations
@@ -91,73 +91,6 @@ def kill(parent: psutil.Process, child: psutil.Process | None) -> tuple[int, lis
         child.kill()
     began = time.monotonic()
     parent.kill()
-    while (living := [each for each in below if is_alive(each)]) and time.monotonic() < began + LIMIT:
-        time.sleep(0.01)
-    return len(below), living, time.monotonic() - began
-
-
-def main():\n"
-PARENTS = {
-    "workers": """
-    from envgym.processes.local import LocalRuntime
-    runtime = LocalRuntime(tempfile.mkdtemp())
-    workers = [await runtime.start("types:SimpleNamespace", {}, name=f"worker-{n}") for n in range(2)]
-""",
-    "graders": """
-    from envgym.registry import spec
-    graded = spec("math_verify")
-    await graded.ensure_setup()
-    await graded.grade("x + 1", "1 + x")
-    asyncio.create_task(graded.grade("9^{9^{9^9}}", "1"))
-""",
-    "sandboxes": """
-    from envgym.sandbox import Limits, Sandbox
-    sandbox = Sandbox(Limits(wall_seconds=600, cpu_seconds=600))
-    await sandbox.run("print(1)")
-    for _ in range(2):
-        asyncio.create_task(sandbox.run("import time; time.sleep(600)"))
-    await asyncio.sleep(0.5)
-""",
-    "tool servers": """
-    from envgym.tools import McpServer
-    session = McpServer(command=[sys.executable, "tests/tools/mcp_program.py"]).session()
-    await session.start()
-""",
-    "engines": """
-    from envgym.engines import TARGETS
-    from envgym.processes.local import LocalRuntime
-    runtime = LocalRuntime(tempfile.mkdtemp())
-    engine = await runtime.start(TARGETS["vllm"], {"model": sys.argv[1]}, name="engine")
-""",
-}
-SERVED = (str(Path(sys.executable).with_name("envgym")), "serve", "math_verify", "code", "--port", "0")
-ENGINES = 0.05
-"""Share of the kills that are engines': each takes ten seconds to start."""
-
-
-def start(kind: str, model: str) -> subprocess.Popen[str]:
-    """The parent, once its children are at work."""
-    words = SERVED if kind == "servers" else ("-c", START + PARENTS[kind] + f"    {READY}\nasyncio.run(main())", model)
-    parent = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert parent.stdout is not None
-    for line in parent.stdout:
-        if "ready" in line or "http://" in line:
-            return parent
-    raise RuntimeError(f"the parent of {kind} ended with {parent.wait()}")
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill(process: psutil.Process) -> tuple[int, list[psutil.Process], float]:
-    """Kill a process; returns how many were below it, which of them live on, and the seconds until the last end."""
-    below = process.children(recursive=True)
-    began = time.monotonic()
-    process.kill()
     while (living := [each for each in below if is_alive(each)]) and time.monotonic() < began + LIMIT:
         time.sleep(0.01)
     return len(below), living, time.monotonic() - began
