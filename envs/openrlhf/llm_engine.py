@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import uuid
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 from envgym.errors import InvalidStep
 
@@ -99,8 +98,8 @@ def overrides(params: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 current: ContextVar[Run | None] = ContextVar("current", default=None)
 """The episode that is being executed. Executors share one engine object, as they do in OpenRLHF."""
-runs: WeakValueDictionary[str, Run] = WeakValueDictionary()
-"""The episodes that are being executed in this process, by their id."""
+runs: WeakSet[Run] = WeakSet()
+"""The episodes that are being executed in this process."""
 
 
 class OutOfRoom(ValueError):
@@ -111,7 +110,6 @@ class Run:
     """One execution: its requests to the engine, and its result. `sampling` are the run's parameters."""
 
     def __init__(self, tokenizer: Any, sampling: Mapping[str, Any]) -> None:
-        self.id = uuid.uuid4().hex
         self.refused: Exception | None = None
         """The error of a request that failed, however the file came to know of it."""
         self.queued_results: list[Any] = []
@@ -130,7 +128,7 @@ class Run:
 
         async def execute() -> None:
             current.set(self)
-            runs[self.id] = self
+            runs.add(self)
             try:
                 result = await executing
                 if result is None and self.queued_results:
@@ -216,7 +214,7 @@ def running() -> Run:
             "carries it), or by a server of the file's own; agent=external gives a program an address that speaks "
             "OpenAI's API"
         )
-        for other in list(runs.values()):
+        for other in list(runs):
             other.refused = error
         raise error
     return run
