@@ -2,18 +2,14 @@
 
 That an answer occurs in its problem proves nothing: "4" is in "4 + 0", and the larger of two numbers is one of them. So
 a *rule* is looked for that gives the answer away wherever it is applied: what follows certain words, or stands at a
-certain place. The rule is chosen on one half of the tasks and tried on the other. It counts as a leak when
+certain place. The rule is chosen on one half of the tasks and tried on the other.
+It counts as a leak when it finds the answer of at least `SHARE` of what chance, the answers of the other tasks, leaves
+to find. As the rule was chosen on other tasks, a coin's two faces of eight tasks come by that once in 256 times; more
+tasks or more answers, hardly ever.
 
-  - it finds the answer in at least `SHARE` of what chance leaves to find, and
-  - of `PERMUTATIONS` ways of handing the tasks of the second half each other's answers, fewer than one in 1 / `LEVEL`
-    have it find as many.
-
-False alarms. Where answers say nothing about the texts they come with, every way of handing them out is as likely as
-the one there is; the second condition is then an exact permutation test, and as the rule was chosen on other tasks,
-holds with a probability of at most `LEVEL`, however many rules were tried. Where they do say something without being
-given away, it is the first condition that must not be met: the sum is one of its operands where the other is 0, the
-remainder of two numbers is the first of them in half of all cases, but no rule of these gets four of five right unless
-something hands the answers out. Tasks that ask for a word to be copied do that.
+Answers that say something about their texts without being given away stay below that share: the sum is one of its
+operands where the other is 0, the remainder of two numbers is the first of them in half of all cases, but no rule of
+these gets four of five right unless something hands the answers out. Tasks that ask for a word to be copied do that.
 """
 
 from __future__ import annotations
@@ -35,10 +31,8 @@ from .subject import Subject
 CHECKS = ("leak",)
 TASKS = 240
 FEWEST = 16
-"""Tasks below which a permutation test cannot reach `LEVEL`."""
-LEVEL = 1e-3
+"""Tasks below which chance alone is often right."""
 SHARE = 0.8
-PERMUTATIONS = 1999
 CONTEXTS = (32, 16, 8, 4)
 """Lengths, in characters, of the words before an answer that a rule may go by."""
 PLACES = range(-3, 3)
@@ -78,10 +72,10 @@ def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> F
     tried_on, chosen_on = order[:half], order[half:]
     description, rule = choose_rule([texts[i] for i in chosen_on], [answers[i] for i in chosen_on])
     trial = Trial([set(rule(texts[i])) for i in tried_on], [answers[i] for i in tried_on])
-    if trial.is_much and (p := trial.p(rng)) < LEVEL:
+    if trial.is_much:
         return failed(
             f"{description} is the answer in {trial.share:.0%} of {half} tasks, and that of another task in "
-            f"{trial.by_chance:.0%} (p = {p:.1g})",
+            f"{trial.by_chance:.0%}",
             "leave the answer out of the observation (unless the task is to copy it)",
         )
     trial = Trial([{answer for answer in set(answers) if occurs(answer, text)} for text in texts], answers)
@@ -90,7 +84,7 @@ def verdict(texts: Sequence[str], answers: Sequence[str], in_info: int = 0) -> F
     )
     if in_info:
         found += f"; in the info of reset in {in_info / len(texts):.0%}, which the policy is not shown"
-    if trial.is_much and trial.p(rng) < LEVEL:
+    if trial.is_much:
         return warning(found, "as it should be where it is to be picked out of a text or a list")
     return ok(found)
 
@@ -100,30 +94,15 @@ class Trial:
     task, `by_chance` for another."""
 
     def __init__(self, found: Sequence[set[str]], answers: Sequence[str]) -> None:
-        ids = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-        n = len(answers)
-        self._hits = [bytes(answer in here for answer in ids) for here in found]
-        self._own = [ids[answer] for answer in answers]
-        self._count = self._found_if(self._own)
-        self.share = self._count / n
-        self.by_chance = (sum(sum(row[i] for i in self._own) for row in self._hits) - self._count) / (n * (n - 1))
+        n, counts = len(answers), Counter(answers)
+        hits = sum(answer in here for here, answer in zip(found, answers, strict=True))
+        self.share = hits / n
+        self.by_chance = (sum(counts[answer] for here in found for answer in here) - hits) / (n * (n - 1))
 
     @property
     def is_much(self) -> bool:
         """True if it is more than can come about without the answers being handed out."""
         return self.share - self.by_chance >= SHARE * (1 - self.by_chance) > 0
-
-    def p(self, rng: random.Random) -> float:
-        """The probability of finding as many if the answers were dealt out at random (a permutation test)."""
-        dealt = list(self._own)
-        at_least = 0
-        for _ in range(PERMUTATIONS):
-            rng.shuffle(dealt)
-            at_least += self._found_if(dealt) >= self._count
-        return (1 + at_least) / (1 + PERMUTATIONS)
-
-    def _found_if(self, answers: Sequence[int]) -> int:
-        return sum(row[answer] for row, answer in zip(self._hits, answers, strict=True))
 
 
 # -- rules ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import ConfigError, NameNotFound, VersionNotFound, needs
 from envgym.types import Action, Message, Task
 
-from .toy_text import FrozenLakeMaps, Plan, can_plan, view_of
+from .toy_text import FrozenLakeMaps, shortest_play, view_of
 from .views import check_writable
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class GymnasiumTextEnv(Env):
 
 
 class GymnasiumText(EnvSpec):
-    """Makes the games, and plays them well where their transitions are known."""
+    """Makes the games, and demonstrates those whose transitions are known."""
 
     env_class = GymnasiumTextEnv
     Config = GymnasiumTextConfig
@@ -110,7 +110,6 @@ class GymnasiumText(EnvSpec):
 
     def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
         super().__init__(id, env_class, **kwargs)
-        self._plans: dict[str, Plan] = {}
         self._renders: bool | None = None
 
     async def setup(self) -> None:
@@ -142,29 +141,17 @@ class GymnasiumText(EnvSpec):
             raise ConfigError(f"{self.id}: {name} cannot be made: {_line(error)}") from None
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
-        """Best play, in the words of the game; `seed` chooses between moves that are equally good.
+        """The shortest play to the best end, in the words of the game; `seed` chooses between those of the same length.
 
-        Where chance decides (slippery ice), even this may fail.
+        There is none where chance decides (slippery ice, rain).
         """
-        game = self.new_game(task)
-        try:
+        with contextlib.closing(self.new_game(task)) as game:
             game.reset(seed=task.seed)
-            view, rng = view_of(game), random.Random(f"{task.id} {seed}")
-            if not can_plan(view.world):
+            actions = shortest_play(game.unwrapped, random.Random(f"{task.id} {seed}"))
+            if actions is None:
                 return super().demonstrations(task, seed)
-            key = str(task.fields.get("map"))
-            if key not in self._plans:
-                self._plans = {key: Plan(view.world.P)}
-            turns: list[str | Message] = []
-            while len(turns) < self.config.max_turns:
-                action = self._plans[key].choose(int(view.world.s), rng)
-                turns.append(view.write(action))
-                _, _, terminated, truncated, _ = game.step(action)
-                if terminated or truncated:
-                    break
-            return turns
-        finally:
-            game.close()
+            view = view_of(game)
+            return [view.write(action) for action in actions[: self.config.max_turns]]
 
     def _try_out(self) -> None:
         game = self.new_game(Task("trial"))

@@ -1,8 +1,9 @@
-"""Gymnasium's toy texts: FrozenLake and Taxi in words, maps without end, and best play by value iteration."""
+"""Gymnasium's toy texts: FrozenLake and Taxi in words, a map for every task, and best play by a search."""
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from envgym.env import SeedTasks
@@ -17,13 +18,6 @@ if TYPE_CHECKING:
 TEST_SHARE = 1 / 8
 """Share of all maps that are held out."""
 STANDS = ("R", "G", "Y", "B")
-DISCOUNT = 0.99
-"""Below 1, so that the shortest of several ways is the best."""
-PRECISION = 1e-9
-SWEEPS = 10_000
-
-Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
-"""state -> action -> [(probability, next state, reward, whether it ends)]."""
 
 
 def view_of(env: gymnasium.Env[Any, Any]) -> View:
@@ -69,7 +63,7 @@ class FrozenLakeView(WordView):
             "The map: P is you, S the start, F frozen and safe, H a hole, which ends the game, G the goal.\n"
             "Each turn you take one step left, down, right or up; at the edge of the map you stay where you are."
         )
-        if _has_chance(self.world):
+        if _has_slips(self.world):
             self.rules += "\nThe ice is slippery: a step may also go to either side of the direction you chose."
 
     def state(self, observation: Any, reward: float | None) -> str:
@@ -100,7 +94,7 @@ class TaxiView(WordView):
             "Each turn is one step (north is up) or a pickup or dropoff. It costs 1; a pickup or dropoff where it is "
             "not possible costs 10; bringing the passenger to the destination earns 20."
         )
-        if _has_chance(self.world):
+        if _has_slips(self.world):
             self.rules += "\nIt rains: a step may also go to either side of the direction you chose."
         if self.world.fickle_passenger:
             self.rules += "\nThe passenger may choose another destination once the taxi has left with them."
@@ -123,41 +117,32 @@ class TaxiView(WordView):
         return float(terminated)
 
 
-class Plan:
-    """The best actions of every state."""
+def shortest_play(world: Any, rng: random.Random) -> list[int] | None:
+    """The fewest actions from the state of `world` (unwrapped) to the end that earns most, by breadth-first search.
 
-    def __init__(self, transitions: Transitions) -> None:
-        values = dict.fromkeys(transitions, 0.0)
-        for _ in range(SWEEPS):
-            change = 0.0
-            for state, actions in transitions.items():
-                best = max(_worth(outcomes, values) for outcomes in actions.values())
-                change = max(change, abs(best - values[state]))
-                values[state] = best
-            if change < PRECISION:
-                break
-        self._best: dict[int, list[int]] = {}
-        for state, actions in transitions.items():
-            worth = {action: _worth(outcomes, values) for action, outcomes in actions.items()}
-            top = max(worth.values())
-            self._best[state] = [action for action, value in worth.items() if value > top - 1e-6]
+    `rng` chooses between ways of the same length. None for a world that does not show its transitions (`P`) and its
+    state (`s`), in which chance decides, or without an end.
+    """
+    if not isinstance(getattr(world, "P", None), dict) or not hasattr(world, "s"):
+        return None
+    if _has_slips(world) or getattr(world, "fickle_passenger", False):
+        return None
+    ways: dict[int, list[int]] = {int(world.s): []}
+    queue = deque(ways)
+    best: tuple[float, list[int]] | None = None
+    while queue:
+        state = queue.popleft()
+        actions = list(world.P[state].items())
+        rng.shuffle(actions)
+        for action, [(_, following, reward, ends)] in actions:
+            way = [*ways[state], action]
+            if ends and (best is None or reward > best[0]):
+                best = reward, way
+            elif not ends and following not in ways:
+                ways[following] = way
+                queue.append(following)
+    return best[1] if best is not None else None
 
-    def choose(self, state: int, rng: random.Random) -> int:
-        """One of the best actions."""
-        return rng.choice(self._best[state])
 
-
-def _has_chance(world: Any) -> bool:
+def _has_slips(world: Any) -> bool:
     return any(len(outcomes) > 1 for actions in world.P.values() for outcomes in actions.values())
-
-
-def can_plan(world: Any) -> bool:
-    """True for an environment (unwrapped) that shows its transitions and its state."""
-    return isinstance(getattr(world, "P", None), dict) and hasattr(world, "s")
-
-
-def _worth(outcomes: list[tuple[float, int, float, bool]], values: dict[int, float]) -> float:
-    return sum(
-        probability * (reward + (0.0 if ends else DISCOUNT * values[state]))
-        for probability, state, reward, ends in outcomes
-    )

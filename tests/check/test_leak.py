@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from envgym.check.leak import SHARE, Trial, places, verdict, written
+from envgym.check.leak import SHARE, places, verdict, written
 
 OPERATIONS = {
     "+": lambda a, b: a + b,
@@ -71,20 +71,8 @@ def test_an_answer_to_be_picked_out_of_a_text_is_a_warning():
     assert verdict(texts, [rng.choice(row) for row in rows]).verdict == "warning"
 
 
-@pytest.mark.slow
-def test_the_p_values_are_no_smaller_than_they_may_be():
-    """Answers handed out at random: whatever rule looks for them, a p below 5% comes in 5% of cases at most."""
-    rng = random.Random(3)
-    small = 0
-    for _ in range(200):
-        found = [{str(rng.randrange(6)) for _ in range(2)} for _ in range(20)]
-        answers = [str(rng.randrange(6)) for _ in range(20)]
-        small += Trial(found, answers).p(rng) <= 0.05
-    assert small <= 22  # 10 are to be expected of a test without ties; 22 are four standard deviations more
-
-
 def test_answers_dealt_out_at_random_raise_no_alarm():
-    """The bound of the page: at most one in a thousand, for texts that do hold numbers at fixed places."""
+    """The texts do hold numbers at fixed places."""
     rng = random.Random(4)
     alarms = 0
     for _ in range(60):
