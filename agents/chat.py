@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from envgym.agent import Agent, AgentConfig, Sampler
+from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
-from envgym.errors import InvalidOutcome, InvalidStep, PromptTooLong
+from envgym.errors import InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn
 
@@ -42,6 +42,7 @@ class Chat(Agent):
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         assert engine is not None, "a sampling agent is given an engine"
+        engine.limit(self.config.max_tokens)
         observation, _ = await env.reset(seed=seed, options={"task": task})
         transcript = Transcript(None)
         transcript.begin([])
@@ -66,14 +67,11 @@ class Chat(Agent):
     ) -> Outcome:
         row, tools = transcript.rows[0], observation.tools
         while True:
-            overrides = dict(observation.sampling or {})
-            if self.config.max_tokens is not None:
-                left = self._left(self.config.max_tokens, replies)
-                if left < 1:
-                    return Outcome.truncated(Limit.TOKENS)
-                overrides["max_tokens"] = min(overrides.get("max_tokens", engine.sampling.max_tokens), left)
             try:
-                reply = await engine.chat(transcript.messages, tools if self.config.tools else (), overrides)
+                offered = tools if self.config.tools else ()
+                reply = await engine.chat(transcript.messages, offered, observation.sampling)
+            except OutOfBudget as limit:
+                return Outcome.truncated(limit.reason)
             except PromptTooLong:
                 if not replies:
                     raise
@@ -81,7 +79,7 @@ class Chat(Agent):
             replies.append(reply)
             row.turns.append(Turn(None, reply.stop_reason))
             transcript.messages.append(reply.message)
-            action = Action(reply.message.text, (), reply.message.tool_calls, reply.stop_reason)
+            action = Action(reply.message.text, tool_calls=reply.message.tool_calls, stop_reason=reply.stop_reason)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.add_reward(reward, info)
             transcript.messages += observed_messages(observation)
@@ -90,9 +88,3 @@ class Chat(Agent):
             if truncated or len(replies) == self.config.max_turns:
                 return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
             tools = observation.tools or tools
-
-    def _left(self, budget: int, replies: list[ChatReply]) -> int:
-        counts = [reply.completion_tokens for reply in replies]
-        if None in counts:
-            raise InvalidOutcome("engine", "the API does not say how many tokens it sampled, as agent.max_tokens needs")
-        return budget - sum(count or 0 for count in counts)

@@ -10,10 +10,11 @@ from pydantic import Field
 
 from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
+from envgym.render.stop import sampling_of
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Observation, Outcome, Task
 
-from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages, sampling_of
+from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages
 
 
 class MultiTurnConfig(TokenLevelConfig):
@@ -46,7 +47,7 @@ class MultiTurn(TokenLevel):
             message = dialogue.add_policy_turn(generation.token_ids)
             calls = message.tool_calls
             content = dialogue.content if calls else None
-            action = Action(message.text, tuple(generation.token_ids), calls, generation.stop_reason, content)
+            action = Action(message.text, generation.token_ids, calls, generation.stop_reason, content)
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.add_reward(reward, info)
             turns += 1

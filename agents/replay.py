@@ -84,5 +84,5 @@ def piece(dialogue: Dialogue, turn: str | Message) -> list[int]:
 def demonstrated(turn: str | Message, token_ids: list[int]) -> Action:
     """A recorded turn as the action it stands for."""
     if isinstance(turn, str):
-        return Action(turn, tuple(token_ids))
-    return Action(turn.text, tuple(token_ids), turn.tool_calls)
+        return Action(turn, token_ids)
+    return Action(turn.text, token_ids, turn.tool_calls)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from envgym.env import CheckedEnv
+from envgym.render.stop import sampling_of
 from envgym.rollout.transcript import Transcript
 from envgym.types import Action, Limit, Outcome, Task
 
-from .token_level import TokenLevel, observed_messages, sampling_of
+from .token_level import TokenLevel, observed_messages
 
 
 class SingleTurn(TokenLevel):
@@ -24,7 +25,7 @@ class SingleTurn(TokenLevel):
         transcript.begin(dialogue.begin(replace(observation, tools=())))
         generation = await transcript.sample(sampling_of(observation, self.renderer))
         message = dialogue.add_policy_turn(generation.token_ids)
-        action = Action(message.text, tuple(generation.token_ids), stop_reason=generation.stop_reason)
+        action = Action(message.text, generation.token_ids, stop_reason=generation.stop_reason)
         observation, reward, terminated, _, info = await env.step(action)
         transcript.add_reward(reward, info)
         transcript.messages = [*dialogue.messages, *observed_messages(observation)]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
-from envgym.agent import Agent, AgentConfig, Sampler
+from envgym.agent import Agent, AgentConfig, OutOfBudget, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
-from envgym.render import Extension, Renderer
-from envgym.rollout.transcript import OutOfBudget, Transcript
+from envgym.render import Extension
+from envgym.rollout.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Segment, Task
 
 
@@ -38,7 +38,9 @@ class TokenLevel(Agent):
         """Play one episode. A budget that runs out (`OutOfBudget`) may pass through: it truncates the episode."""
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        transcript = Transcript(engine, max_tokens=self.config.max_tokens)
+        assert engine is not None, "a sampling agent is given an engine"
+        engine.limit(self.config.max_tokens)
+        transcript = Transcript(engine)
         try:
             outcome = await self.play(env, task, transcript, seed=seed)
         except OutOfBudget as limit:
@@ -46,15 +48,6 @@ class TokenLevel(Agent):
         except TurnRefused:
             outcome = Outcome.truncated(Limit.TEMPLATE)
         return transcript.episode(task, outcome)
-
-
-def sampling_of(observation: Observation, renderer: Renderer) -> Mapping[str, Any] | None:
-    """The sampling parameters that an observation sets, its `stop` as the tokens that hold that text."""
-    wanted = observation.sampling
-    if not wanted or "stop" not in wanted:
-        return wanted
-    stop = (*renderer.stop_token_ids, *renderer.tokens_with(wanted["stop"]))
-    return {name: value for name, value in wanted.items() if name != "stop"} | {"stop_token_ids": stop}
 
 
 def extend(transcript: Transcript, extension: Extension) -> None:
@@ -70,8 +63,8 @@ def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:
     before: list[int] = []
     for segment in row.segments:
         if segment.role == "action":
-            yield segment, before
-        before = [*before, *segment.token_ids]
+            yield segment, before[:]
+        before.extend(segment.token_ids)
 
 
 def observed_messages(observation: Observation) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from envgym.engine import EngineInfo, Generation, Request
-from envgym.types import StopReason, VersionSpan
+from envgym.types import StopReason, VersionSpan, float_array, int_array
 
 
 class NullEngine:
@@ -21,8 +21,8 @@ class NullEngine:
     async def generate(self, request: Request) -> Generation:
         n = request.sampling.max_tokens
         return Generation(
-            token_ids=(self._letter,) * (n - 1) + (self._end,),
-            logprobs=(-0.5,) * n,
+            token_ids=int_array([self._letter] * (n - 1) + [self._end]),
+            logprobs=float_array([-0.5]) * n,
             stop_reason=StopReason.STOP,
             versions=(VersionSpan(0, 0, n),),
         )

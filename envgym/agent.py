@@ -11,7 +11,15 @@ from envgym.engine import ChatReply, Generation, SamplingParams
 from .env import CheckedEnv
 from .render import Renderer
 from .settings import Settings
-from .types import Episode, Message, Task, ToolSpec
+from .types import Episode, Limit, Message, Task, ToolSpec
+
+
+class OutOfBudget(Exception):
+    """The episode may sample no more; `reason` is the limit that was reached."""
+
+    def __init__(self, reason: Limit) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Sampler(Protocol):
@@ -27,9 +35,16 @@ class Sampler(Protocol):
         """The engine's context length in tokens."""
         ...
 
-    async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
-        """Sample one turn after `token_ids`. Each call is the episode's next turn; `overrides` replace fields of
-        the sampling parameters for this turn alone. Raises `PromptTooLong` where nothing more would fit."""
+    def limit(self, max_tokens: int | None) -> None:
+        """Let the episode sample no more than so many tokens in all; None: any number."""
+        ...
+
+    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+        """Sample one turn after `token_ids` [T], which must not change meanwhile: an int32 array is not copied. Each
+        call is the episode's next turn; `overrides` replace fields of the sampling parameters for this turn alone.
+
+        The turn is cut to what the context and the episode's limit leave. Raises `PromptTooLong` where nothing more
+        fits into the context, and `OutOfBudget` where the limit is used up."""
         ...
 
     async def chat(

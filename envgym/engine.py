@@ -59,10 +59,11 @@ def check_fits(token_ids: Sequence[int], max_model_len: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation to make. `id` is unique among those in flight."""
+    """One generation to make after `token_ids` [T] (int32), which do not change while it is made. `id` is unique among
+    those in flight. Prompt and `sampling.max_tokens` fit into the context: whoever asks has seen to it."""
 
     id: str
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     sampling: SamplingParams
 
 
@@ -96,8 +97,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Raises `PromptTooLong` where the prompt fills the context, and `InvalidOutcome` of kind
-        `engine` where the request was given up before it was done: that is no answer cut short."""
+        """Sample one turn. Raises `InvalidOutcome` of kind `engine` where the request was given up before it was done:
+        that is no answer cut short."""
         ...
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:

@@ -222,7 +222,7 @@ class _Recording:
 
     async def generate(self, request):
         generation = await self.engine.generate(request)
-        self.answers[request.id] = (request.token_ids, generation)
+        self.answers[request.id] = (tuple(request.token_ids), generation)
         return generation
 
 
@@ -252,7 +252,7 @@ def _check_episode(episode, answers):
                 assert set(segment.loss_weights) <= {0.0}
             before += segment.token_ids
         learned = TrainSample.of(row)
-        assert learned.token_ids.tolist() == row.token_ids
+        assert learned.token_ids.tolist() == row.token_ids.tolist()
         assert learned.loss_weights.tolist() == [w for segment in row.segments for w in segment.loss_weights]
     assert turn == len([key for key in answers if key.startswith(f"{episode.id}.")])
     stops = [row.turns[-1].stop_reason for row in episode.rows if row.turns]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.agent import Sampler
+from envgym.agent import OutOfBudget, Sampler
 from envgym.agents.token_level import extend
 from envgym.engine import Generation
 from envgym.errors import InvalidOutcome, TurnRefused
 from envgym.render import Renderer
 from envgym.render.spelling import after_prompt
-from envgym.rollout.transcript import OutOfBudget, Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Task, ToolSpec, Turn
 
 Answer = tuple[Message, Generation, list[int]]
@@ -65,9 +63,7 @@ class Conversation:
         self._renderer = renderer
         self._engine = engine
         self._sampling = dict(sampling or {})
-        self._left = math.inf if max_tokens is None else float(max_tokens)
-        self._reserving = 0
-        self._freed = asyncio.Event()
+        engine.limit(max_tokens)
         self._branches: list[Branch] = []
         self._last: tuple[str, Generation] | None = None
 
@@ -105,7 +101,7 @@ class Conversation:
             )
         branch.busy = True
         try:
-            context = branch.transcript.context
+            context = branch.transcript.context.tolist()
             generation = await self._sample(branch.transcript, max_tokens)
         except BaseException:
             branch.known = []  # it ends with words that nobody answered: the request, sent again, begins anew
@@ -124,30 +120,11 @@ class Conversation:
         return reply, generation, context
 
     async def _sample(self, transcript: Transcript, max_tokens: int | None) -> Generation:
-        """Sample within the episode's budget. The run's sampling parameters hold, so that what is trained is what
-        explores; a program may ask for less.
-
-        Requests in parallel share the budget: each reserves the most it may sample and gives back the rest. One that
-        finds too little waits for the others, and is cut only where they have left no more.
-        """
+        """Sample under the run's sampling parameters, so that what is trained is what explores; a program may ask for
+        fewer tokens."""
         most = self._sampling.get("max_tokens", self._engine.sampling.max_tokens)
         most = most if max_tokens is None else min(most, max_tokens)
-        while self._left < most and self._reserving:
-            self._freed.clear()
-            await self._freed.wait()
-        if self._left < 1:
-            raise OutOfBudget(Limit.TOKENS)
-        reserved = most if self._left >= most else int(self._left)
-        self._left -= reserved
-        self._reserving += 1
-        try:
-            generation = await transcript.sample({**self._sampling, "max_tokens": reserved})
-            reserved -= len(generation.token_ids)
-        finally:
-            self._left += reserved
-            self._reserving -= 1
-            self._freed.set()
-        return generation
+        return await transcript.sample({**self._sampling, "max_tokens": most})
 
     def check_turns(self, program: str) -> None:
         """Raise `InvalidOutcome` where `program` has had no turn of the policy's."""
@@ -156,11 +133,11 @@ class Conversation:
         if not self.turns:
             raise InvalidOutcome("agent", f"{program} made no call to the policy")
 
-    def token_ids_of(self, text: str) -> tuple[int, ...]:
+    def token_ids_of(self, text: str) -> Sequence[int]:
         """The token ids of the program's answer, where it is the policy's last turn unchanged; else none."""
         assert self._last is not None, "the policy has said nothing"
         last, generation = self._last
-        return tuple(generation.token_ids) if last.strip() == text.strip() else ()
+        return generation.token_ids if last.strip() == text.strip() else ()
 
     @property
     def rows(self) -> list[Row]:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from envgym.agent import OutOfBudget
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.net.listening import listen
 from envgym.net.server import MAX_BODY, running
-from envgym.rollout.transcript import OutOfBudget
 
 from . import chat_api, responses_api
 from .chat_api import refusal

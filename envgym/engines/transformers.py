@@ -33,7 +33,6 @@ class Sample:
     """A request being sampled, and what has been sampled of it so far."""
 
     request: Request
-    max_tokens: int
     stop: frozenset[int]
     future: asyncio.Future[Generation]
     generator: torch.Generator | None
@@ -47,7 +46,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        return len(self.token_ids) >= self.max_tokens or self.stopped or self.future.cancelled()
+        return len(self.token_ids) >= self.request.sampling.max_tokens or self.stopped or self.future.cancelled()
 
     @property
     def stopped(self) -> bool:
@@ -118,8 +117,7 @@ class TransformersEngine:
             generator = torch.Generator(self._device).manual_seed(wanted.seed)
         stop = frozenset((*wanted.stop_token_ids, *self._end_tokens))
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        sampling = request.sampling.within(self._max_model_len, len(request.token_ids))
-        self._waiting.append(Sample(request, sampling.max_tokens, stop, future, generator))
+        self._waiting.append(Sample(request, stop, future, generator))
         if self._sampling is None or self._sampling.done():
             self._sampling = asyncio.create_task(self._sample_while_busy())
         return await future

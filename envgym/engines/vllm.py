@@ -109,7 +109,7 @@ class VLLMEngine:
 
         wanted = request.sampling
         sampling = SamplingParams(
-            max_tokens=request.sampling.within(self._max_model_len, len(request.token_ids)).max_tokens,
+            max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
@@ -121,7 +121,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
+        output = (await self._run(request.id, request.token_ids.tolist(), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
         return Generation(

@@ -171,7 +171,7 @@ def recorded_actions(saved: Episode) -> list[Action]:
         raise InvalidOutcome(
             RECORDING, f"{len(turns)} turns are recorded, and the messages hold {len(answers)} of them"
         )
-    token_ids = [tuple(segment.token_ids) for segment in sampled] if len(sampled) == len(turns) else [()] * len(turns)
+    token_ids = [segment.token_ids for segment in sampled] if len(sampled) == len(turns) else [array("i")] * len(turns)
     return [
         Action(message.text, ids, message.tool_calls, turn.stop_reason)
         for message, ids, turn in zip(answers[-len(turns) :], token_ids, turns, strict=True)

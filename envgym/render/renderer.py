@@ -42,7 +42,6 @@ class Renderer(ABC):
         self._backend = tokenizer.backend_tokenizer if hands_on else None
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._opening: tuple[Observation | None, str, list[int]] = (None, "", [])
-        self._tokens_with: dict[str, tuple[int, ...]] = {}
         self.stop_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
     others_answer = True
@@ -88,14 +87,6 @@ class Renderer(ABC):
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a policy's turn without special tokens, as an environment gets it."""
         return self._decode(token_ids, skip_special_tokens=True)
-
-    def tokens_with(self, text: str) -> tuple[int, ...]:
-        """Ids of the tokens whose own text holds `text`. Raises `InvalidStep` where there is none."""
-        if text not in self._tokens_with:
-            self._tokens_with[text] = tuple(n for n in range(len(self.tokenizer)) if text in self.text([n]))
-        if not self._tokens_with[text]:
-            raise InvalidStep(f"no token of the policy's tokenizer holds {text!r}, so that no turn can stop there")
-        return self._tokens_with[text]
 
     def ends_turn(self, token_id: int) -> bool:
         """True for a token that, standing last in a turn, ended it and is no part of its text. An engine may stop
@@ -199,7 +190,7 @@ class Renderer(ABC):
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self._backend is not None:
-            return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )

@@ -247,7 +247,7 @@ def answer_of(episode: Episode) -> Action:
     answers = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
     turns = [turn for row in episode.rows for turn in row.turns]
-    token_ids = tuple(actions[-1].token_ids) if actions else ()  # an API tells none
+    token_ids = actions[-1].token_ids if actions else ()  # an API tells none
     return Action(answers[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
 
 

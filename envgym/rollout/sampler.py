@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from envgym.agent import OutOfBudget
 from envgym.engine import ChatEngine, ChatReply, ChatRequest, Engine, Generation, Request, SamplingParams
+from envgym.errors import InvalidOutcome
 from envgym.hashing import derived_seed
-from envgym.types import Message, Span, ToolSpec, timed
+from envgym.types import Limit, Message, Span, ToolSpec, int_array, timed
 
 
 class Waves:
@@ -63,7 +66,11 @@ class Waves:
 
 @dataclass(slots=True)
 class EpisodeSampler:
-    """The sampler of an agent: the engine, under the episode's own request ids, seeds and parameters."""
+    """The sampler of an agent: the engine, under the episode's own request ids, seeds, parameters and budget.
+
+    Requests in parallel share the budget: each reserves the most it may sample and gives back the rest. One that finds
+    too little waits for the others, and is cut only where they have left no more.
+    """
 
     engine: Engine | Waves | ChatEngine
     episode_id: str
@@ -73,32 +80,73 @@ class EpisodeSampler:
     turn: int = field(default=0, init=False)
     has_ended: bool = field(default=False, init=False)
     spans: list[Span] = field(default_factory=list, init=False)
+    _left: float = field(default=math.inf, init=False)
+    """Tokens that may still be sampled, those reserved for requests in flight excluded."""
+    _in_flight: int = field(default=0, init=False)
+    _returned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def limit(self, max_tokens: int | None) -> None:
+        self._left = math.inf if max_tokens is None else max_tokens
 
     def end(self) -> None:
         """Answer no more: the episode is over, though something may not know it."""
         self.has_ended = True
 
-    async def generate(self, token_ids: list[int], overrides: Mapping[str, Any] | None = None) -> Generation:
+    async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
         assert not isinstance(self.engine, ChatEngine), "an agent that speaks tokens is given an engine that does"
-        sampling = self._of_this_turn(overrides).within(self.max_model_len, len(token_ids))
-        request = Request(f"{self.episode_id}.{self.turn:04d}", tuple(token_ids), sampling)
-        self.turn += 1
-        with timed(self.spans, "generating"):
-            return await self.engine.generate(request)
+        sampling, sampled = await self._reserve(overrides), 0
+        try:
+            fitting = sampling.within(self.max_model_len, len(token_ids))
+            with timed(self.spans, "generating"):
+                generation = await self.engine.generate(Request(self._request_id, int_array(token_ids), fitting))
+            sampled = len(generation.token_ids)
+            return generation
+        finally:
+            self._give_back(sampling.max_tokens, sampled)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
     ) -> ChatReply:
         assert isinstance(self.engine, ChatEngine), "an agent that speaks messages is given an engine that does"
-        sampling = self._of_this_turn(overrides)
-        request = ChatRequest(f"{self.episode_id}.{self.turn:04d}", tuple(messages), tuple(tools), sampling)
-        self.turn += 1
-        with timed(self.spans, "generating"):
-            return await self.engine.chat(request)
+        sampling = await self._reserve(overrides)
+        sampled: int | None = 0
+        try:
+            request = ChatRequest(self._request_id, tuple(messages), tuple(tools), sampling)
+            with timed(self.spans, "generating"):
+                reply = await self.engine.chat(request)
+            sampled = reply.completion_tokens
+            return reply
+        finally:
+            self._give_back(sampling.max_tokens, sampled)
 
-    def _of_this_turn(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
-        """The sampling parameters of the next turn."""
+    @property
+    def _request_id(self) -> str:
+        return f"{self.episode_id}.{self.turn - 1:04d}"
+
+    async def _reserve(self, overrides: Mapping[str, Any] | None) -> SamplingParams:
+        """Begin the next turn: its sampling parameters, with no more tokens than the episode has left."""
+        sampling = self.sampling.overridden(overrides)
+        while self._in_flight and self._left < sampling.max_tokens:
+            self._returned.clear()
+            await self._returned.wait()
         if self.has_ended:
             raise asyncio.CancelledError("the episode is over")
-        sampling = self.sampling.overridden(overrides)
-        return sampling if self.seed is None else replace(sampling, seed=derived_seed(self.seed, self.turn))
+        if math.isnan(self._left):
+            raise InvalidOutcome("engine", "the API does not say how many tokens it sampled, as agent.max_tokens needs")
+        if self._left < 1:
+            raise OutOfBudget(Limit.TOKENS)
+        if self._left < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=int(self._left))
+        if self.seed is not None:
+            sampling = replace(sampling, seed=derived_seed(self.seed, self.turn))
+        self._left -= sampling.max_tokens
+        self._in_flight += 1
+        self.turn += 1
+        return sampling
+
+    def _give_back(self, reserved: int, sampled: int | None) -> None:
+        """A turn has ended that had `reserved` tokens and sampled so many of them; None: the engine does not say."""
+        if not math.isinf(self._left):
+            self._left += math.nan if sampled is None else reserved - sampled
+        self._in_flight -= 1
+        self._returned.set()

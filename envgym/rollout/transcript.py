@@ -6,12 +6,14 @@ written on a transcript cannot train on other tokens than it sampled from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from envgym.agent import Sampler
+from envgym.agent import OutOfBudget, Sampler
 from envgym.engine import Generation
 from envgym.episodes.scores import reward_as_score
+from envgym.errors import PromptTooLong
 from envgym.types import (
     Episode,
     Limit,
@@ -28,14 +30,6 @@ from envgym.types import (
 )
 
 
-class OutOfBudget(Exception):
-    """No token may be sampled any more; `reason` is the limit that was reached."""
-
-    def __init__(self, reason: Limit) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 class Transcript:
     """An episode while it is played: its rows, the last of which is the context that is sampled from, and what the
     environment has given for it so far. `messages` is the conversation, for people.
@@ -49,22 +43,20 @@ class Transcript:
         self.score: float | None = None
         self.answer: str | None = None
         self.metrics: dict[str, float] = {}
+        self.context = array("i")
         self._engine = engine
-        self._left = max_tokens
 
-    @property
-    def context(self) -> list[int]:
-        """The tokens of the current row."""
-        return self.rows[-1].token_ids
-
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def begin(self, token_ids: Iterable[int]) -> None:
         """Start a row with these tokens as its prompt: the first, or one whose context is not the old one grown."""
-        self.rows.append(Row([Segment("prompt", int_array(token_ids))]))
+        prompt = Segment("prompt", int_array(token_ids))
+        self.rows.append(Row([prompt]))
+        self.context = prompt.token_ids[:]
 
-    def feedback(self, token_ids: Sequence[int]) -> None:
+    def feedback(self, token_ids: Iterable[int]) -> None:
         """Append tokens that nobody is trained on: the environment's feedback, or a template's glue."""
-        if token_ids:
-            self.rows[-1].segments.append(Segment("feedback", int_array(token_ids)))
+        feedback = Segment("feedback", int_array(token_ids))
+        if feedback.token_ids:
+            self._append(feedback)
 
     async def sample(self, overrides: Mapping[str, Any] | None = None) -> Generation:
         """Sample a turn after the current row and append it.
@@ -73,40 +65,30 @@ class Transcript:
         token left, or its context no room after the first turn; a first prompt without room is `PromptTooLong`.
         """
         assert self._engine is not None, "a sampling agent is given an engine"
-        context = self.context
-        wanted = dict(overrides or {})
-        if self._left is not None:
-            if self._left < 1:
-                raise OutOfBudget(Limit.TOKENS)
-            wanted["max_tokens"] = min(wanted.get("max_tokens", self._engine.sampling.max_tokens), self._left)
-        if self.rows[0].turns and len(context) >= self._engine.max_model_len:
-            raise OutOfBudget(Limit.CONTEXT)
-        generation = await self._engine.generate(context, wanted)
-        self.record(generation, wanted.get("temperature", self._engine.sampling.temperature))
-        if self._left is not None:
-            self._left -= len(generation.token_ids)
+        try:
+            generation = await self._engine.generate(self.context, overrides)
+        except PromptTooLong:
+            if not self.rows[0].turns:
+                raise
+            raise OutOfBudget(Limit.CONTEXT) from None
+        self.record(generation, (overrides or {}).get("temperature", self._engine.sampling.temperature))
         return generation
 
     def record(self, generation: Generation, temperature: float) -> None:
         """Append a turn that was sampled after the current row."""
-        row = self.rows[-1]
-        row.segments.append(
-            Segment(
-                "action",
-                int_array(generation.token_ids),
-                logprobs=float_array(generation.logprobs),
-                versions=generation.versions,
-                temperature=temperature,
-            )
-        )
-        row.turns.append(Turn(None, generation.stop_reason))
+        ids, logprobs = int_array(generation.token_ids), float_array(generation.logprobs)
+        sampled = Segment("action", ids, logprobs=logprobs, versions=generation.versions, temperature=temperature)
+        self._append(sampled, Turn(None, generation.stop_reason))
 
-    def demonstrate(self, token_ids: Sequence[int]) -> None:
+    def demonstrate(self, token_ids: Iterable[int]) -> None:
         """Append a turn that was not sampled but shown."""
-        row = self.rows[-1]
-        row.objective = Objective.CROSS_ENTROPY
-        row.segments.append(Segment("action", int_array(token_ids)))
-        row.turns.append(Turn(None, StopReason.STOP))
+        self.rows[-1].objective = Objective.CROSS_ENTROPY
+        self._append(Segment("action", int_array(token_ids)), Turn(None, StopReason.STOP))
+
+    def _append(self, segment: Segment, *turns: Turn) -> None:
+        self.rows[-1].segments.append(segment)
+        self.rows[-1].turns += turns
+        self.context.extend(segment.token_ids)
 
     def add_reward(self, reward: float | None, info: Mapping[str, Any]) -> None:
         """Record the environment's reward and info for the last turn. The last score, answer and value of each metric

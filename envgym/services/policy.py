@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from envgym.engine import Engine, Request, SamplingParams
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.render.spelling import by_others
-from envgym.types import Observation, as_messages
+from envgym.types import Observation, as_messages, int_array
 
 from .client import ChatClient, Conversation
 
@@ -76,6 +76,6 @@ class PolicyClient(ChatClient):
         sampling = replace(sampling, seed=seed)
         # Waves are sorted by id: what is asked comes first in it, so that the order does not depend on timing. The
         # count makes it unique; it decides only between equal requests.
-        request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", tuple(ids), sampling)
+        request = Request(f"{self._name}.{asked[:16]}.{self.counters['requests']:08d}", int_array(ids), sampling)
         generation = await (waves or bound.engine).generate(request)
-        return dialogue.add_policy_turn(list(generation.token_ids)).text
+        return dialogue.add_policy_turn(generation.token_ids).text

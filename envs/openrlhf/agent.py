@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from envgym.agent import Sampler
+from envgym.agent import OutOfBudget, Sampler
 from envgym.agents.multi_turn import MultiTurn
 from envgym.agents.token_level import actions_of
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome, PromptTooLong
-from envgym.rollout.transcript import OutOfBudget, Transcript
+from envgym.rollout.transcript import Transcript
 from envgym.types import Episode, Limit, Message, Outcome, Row, StopReason, Task, float_array
 
 ROLES = {"prompt": "user", "feedback": "user", "action": "assistant"}
@@ -87,8 +87,8 @@ class OpenRLHFExecutor(MultiTurn):
 
 def set_context(transcript: Transcript, token_ids: list[int]) -> None:
     """Make the transcript's context `token_ids`: the last row, grown, or else a new one."""
-    known = transcript.rows[-1].token_ids if transcript.rows else None
-    if known is not None and token_ids[: len(known)] == known:
+    known = transcript.context.tolist()
+    if known and token_ids[: len(known)] == known:
         transcript.feedback(token_ids[len(known) :])
     else:
         transcript.begin(token_ids)

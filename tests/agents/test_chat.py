@@ -86,7 +86,7 @@ def test_an_episode_is_a_conversation_and_one_row_of_turns():
     [row] = episode.rows
     assert (row.segments, [turn.reward for turn in row.turns]) == ([], [0.25] * 3)
     assert episode.metrics == {"turns_seen": 3, "prompt_tokens": 30, "completion_tokens": 9}
-    assert all(action.token_ids == () for action in Counting.last.actions)
+    assert all(len(action.token_ids) == 0 for action in Counting.last.actions)
     # Each turn was asked with everything said before it, the environment's wishes for it, and the tools.
     assert [len(request.messages) for request in engine.requests] == [2, 4, 6]
     assert [request.sampling.max_tokens for request in engine.requests] == [100, 5, 100]

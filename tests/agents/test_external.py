@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from envgym import Env, EnvSpec
+from envgym.agent import OutOfBudget
 from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
 from envgym.agents.external.endpoint import TICKET, Endpoint
@@ -20,7 +21,6 @@ from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.rollout.sampler import EpisodeSampler
-from envgym.rollout.transcript import OutOfBudget
 from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -144,7 +144,7 @@ def test_a_program_may_stream_and_say_something_of_its_own(renderer, recording, 
     assert not episode.failed, episode.outcome
     check_episode(episode, engine.answers)
     [action] = Asks.heard
-    assert (action.text, action.token_ids, episode.reward) == ("I say: 42!", (), 1.0)
+    assert (action.text, list(action.token_ids), episode.reward) == ("I say: 42!", [], 1.0)
 
 
 PLAIN = """
@@ -557,6 +557,9 @@ def test_special_tokens_that_a_program_sends_back_are_characters(renderer):
 
     class Sampling:
         sampling, max_model_len = SamplingParams(max_tokens=8), 10**6
+
+        def limit(self, max_tokens):
+            pass
 
         async def generate(self, context, overrides):
             asked.append([token for token in context if token in renderer.added_tokens])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -158,7 +159,7 @@ class Says:
         self.requests = []
 
     async def generate(self, request):
-        self.requests.append(request)
+        self.requests.append(replace(request, token_ids=request.token_ids[:]))  # the context grows
         return Generation(self.ids, (-0.5,) * len(self.ids), self.stop, (VersionSpan(0, 0, len(self.ids)),))
 
 

@@ -1,6 +1,7 @@
 """The single-turn agent: how a turn ends, what it is worth, and what is written down."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -31,12 +32,12 @@ def play(tiny_model, result=("", 1.0, True, False, {}), observation=None, stop=S
             return observation or [Message.of("user", "12 + 34?")], {}
 
         async def step(self, action):
-            assert (action.text, action.token_ids, action.stop_reason) == ("the answer is 46", answer, stop)
+            assert (action.text, tuple(action.token_ids), action.stop_reason) == ("the answer is 46", answer, stop)
             return result
 
     class Engine:
         async def generate(self, request):
-            requests.append(request)
+            requests.append(replace(request, token_ids=request.token_ids[:]))  # the context grows
             return Generation(answer, (-0.5,) * len(answer), stop, (VersionSpan(3, 0, len(answer)),))
 
     async def main():
@@ -53,7 +54,7 @@ def test_an_answered_question(tiny_model):
     assert episode.outcome.status is Status.COMPLETED
     assert (episode.reward, episode.score, episode.metrics) == (0.5, 0.5, {"boxed": 1.0})
     assert [message.text for message in episode.messages] == ["12 + 34?", "the answer is 46"]
-    assert row.token_ids[: len(request.token_ids)] == list(request.token_ids)
+    assert row.token_ids[: len(request.token_ids)] == request.token_ids
     assert row.segments[1].versions == (VersionSpan(3, 0, len(row.segments[1].token_ids)),)
     assert row.segments[1].temperature == 0.8
 

@@ -14,6 +14,7 @@ from envgym.episodes.files import read_episodes
 from envgym.errors import ConfigError
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
+from envgym.render.stop import tokens_with
 from envgym.services import start_services
 from envgym.services.reward_worker import RewardWorker
 from envgym.types import Action, Message, StopReason
@@ -100,9 +101,9 @@ def test_a_policy_is_trained_on_it(process_model, rows, tiny_model, tmp_path, mo
 
 def test_a_text_that_no_token_holds_is_refused(tiny_model):
     renderer = make_renderer("auto", load_tokenizer(tiny_model))
-    assert all("a" in renderer.text([token]) for token in renderer.tokens_with("a"))
+    assert all("a" in renderer.text([token]) for token in tokens_with("a", renderer))
     with pytest.raises(envgym.errors.InvalidStep, match="no token of the policy's tokenizer holds"):
-        renderer.tokens_with("a stop that is much longer than any token")
+        tokens_with("a stop that is much longer than any token", renderer)
 
 
 def test_without_a_model_it_says_what_it_wants(rows):

@@ -43,7 +43,7 @@ class Game(envgym.Env):
         with open("heard.txt", "a") as file:
             calls = [(call.name, dict(call.arguments), call.error) for call in action.tool_calls]
             said = (self.task.id, self.task.prompt, self.task.fields, self.seed, self.draw)
-            file.write(repr((said, action.text, action.token_ids, calls, action.stop_reason.value)) + "\\n")
+            file.write(repr((said, action.text, tuple(action.token_ids), calls, action.stop_reason.value)) + "\\n")
         over = action.text == "stop"
         return [{"role": "user", "content": "on"}], 1.0, over, False, {"metrics": {"turn": len(self.heard)}}
 '''

@@ -86,7 +86,7 @@ def test_arguments_come_by_name():
         ("user", "What is 40 + 2?"),
         ("assistant", "The answer is 42"),
     ]
-    assert (seen["action"].token_ids, seen["action"].stop_reason) == ((1, 2), StopReason.LENGTH)
+    assert (tuple(seen["action"].token_ids), seen["action"].stop_reason) == ((1, 2), StopReason.LENGTH)
 
 
 def test_fields_that_became_prompt_and_answer_keep_their_names(write):

@@ -108,7 +108,7 @@ def test_an_episode_is_what_the_engine_saw_and_said(kind, vocabulary, request, t
         for token_ids in said:
             body = token_ids[:-1] if token_ids[-1] in renderer.stop_token_ids else token_ids
             rewritten += renderer.tokenizer.encode(renderer.text(body), add_special_tokens=False) != list(body)
-    assert sorted(action.token_ids for action in Echo.actions) == sorted(
+    assert sorted(tuple(action.token_ids) for action in Echo.actions) == sorted(
         tuple(said.token_ids) for _, said in answers.values()
     )
     # The test has teeth: for many of these, encoding the decoded text gives other ids.

@@ -147,7 +147,7 @@ def sample(*turns, seed=None, sampling=SAMPLING, max_model_len=100, episode="e")
 def test_each_turn_has_an_id_of_its_own():
     first, second = sample(([1, 2], None), ([1, 2, 3], None))
     assert (first.id, second.id) == ("e.0000", "e.0001")
-    assert (first.token_ids, second.token_ids) == ((1, 2), (1, 2, 3))
+    assert (list(first.token_ids), list(second.token_ids)) == ([1, 2], [1, 2, 3])
 
 
 def test_seeds_are_derived_from_the_episode_and_the_turn():

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ class Scripted:
         return [self.renderer.tokenizer.decode(list(request.token_ids)) for request in ours]
 
     async def generate(self, request):
-        self.requests.append(request)
+        self.requests.append(replace(request, token_ids=request.token_ids[:]))  # the context grows
         name, _, turn = request.id.rpartition(".")
         text = self.answers(int(name.split(":")[1]), int(turn))
         token_ids = [*self.renderer.tokenizer.encode(text, add_special_tokens=False), self.renderer.stop_token_ids[0]]

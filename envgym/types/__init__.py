@@ -1,0 +1,42 @@
+"""The words every part speaks: tasks, observations, actions, episodes and the rows they leave to train on.
+
+Plain dataclasses without heavy imports. They cross process boundaries by pickle and become rows of a
+columnar file in the run folder.
+"""
+
+from .episodes import (
+    Episode,
+    Group,
+    Judgement,
+    Limit,
+    Objective,
+    Outcome,
+    Role,
+    Row,
+    Segment,
+    Span,
+    Status,
+    Turn,
+    VersionSpan,
+    float_array,
+    timed,
+)  # fmt: skip
+from .messages import (
+    Action,
+    Message,
+    Observation,
+    StopReason,
+    Task,
+    TextPart,
+    ToolCall,
+    ToolSpec,
+    as_messages,
+    as_observation,
+    int_array,
+)  # fmt: skip
+
+__all__ = [
+    "Action", "Episode", "Group", "Judgement", "Limit", "Message", "Objective", "Observation", "Outcome", "Role", "Row",
+    "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
+    "as_messages", "as_observation", "float_array", "int_array", "timed",
+]  # fmt: skip
