@@ -29,22 +29,22 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "--resume", metavar="RUN", help="go on with this run, with the settings it has, further with steps=N"
     )
     options, words = parser.parse_with_words(arguments)
-    config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
-    invocation.debug |= config.debug
+    resumes = options.resume is not None
+    config = (_resumed if resumes else resolve_options)(options, words, invocation)
 
     from envgym.monitoring.terminal import open_display
     from envgym.training.run import train
 
     try:
         with open_display() as display:
-            train(config, resume=options.resume is not None, display=display)
+            train(config, resume=resumes, display=display)
     finally:
         if config.name is not None:
             invocation.folder = Path(config.runs_dir, config.name)
     return 0
 
 
-def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
+def _resumed(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is little to set: how far it goes,
     and where it runs."""
     from envgym.config.words import parse_words
@@ -67,4 +67,5 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
     changes = {key: value for key, value in settings.items() if key not in ("debug", "runs_dir", "steps")}
     runs_dir = settings.get("runs_dir", default_of("runs_dir"))
     config = resume_config(options.resume, str(runs_dir), settings.get("steps"), changes)
-    return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
+    invocation.debug |= config.debug or settings.get("debug") is True
+    return config.model_copy(update={"debug": invocation.debug})
