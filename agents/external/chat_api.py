@@ -70,11 +70,11 @@ class PolicyRequest:
         return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
 
 
-class ChatRequest(PolicyRequest):
+class CompletionRequest(PolicyRequest):
     """A request for a chat completion."""
 
     @classmethod
-    def parse(cls, body: Any) -> ChatRequest:
+    def parse(cls, body: Any) -> CompletionRequest:
         """Raises a `refusal` for what is malformed or cannot be done."""
         check_settings(body, REFUSED)
         if not isinstance(body.get("messages"), list) or not body["messages"]:

@@ -21,10 +21,11 @@ from envgym.net.listening import listen
 from envgym.net.server import MAX_BODY, running
 from envgym.rollout.transcript import OutOfBudget
 
-from .chat_api import ChatRequest, PolicyRequest, refusal
+from .chat_api import CompletionRequest, PolicyRequest, refusal
 from .conversation import Answer, Conversation
 from .responses_api import ResponsesRequest
 
+Api = type[CompletionRequest | ResponsesRequest]
 TICKET = "envgym_session"
 """Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
 
@@ -91,7 +92,7 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
-            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, ChatRequest))
+            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, CompletionRequest))
             app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, ResponsesRequest))
         try:
             listener = self._running.enter_context(listen(self._host, self._port, refusal=None))
@@ -128,7 +129,7 @@ class Endpoint:
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
         )
 
-    async def _complete(self, api: type[ChatRequest | ResponsesRequest], request: web.Request) -> web.StreamResponse:
+    async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         session, body = await self._authenticated(request)
         asked = api.parse(body)
         try:
