@@ -242,7 +242,7 @@ class RemoteEnvSpec(EnvSpec):
         while True:
             began = now()
             await replicas.ready()
-            deadline += now() - began
+            deadline += now() - began  # without any server `wait` is what counts
             replica, began = replicas.any_up(failed), now()
             others = replicas.others(replica, failed)
             seconds, patience = deadline - began, retry_until - began if retry_until else config.reconnect
@@ -256,8 +256,8 @@ class RemoteEnvSpec(EnvSpec):
                     raise  # it is the request that is wrong
                 failed.add(replica)
                 may_pass |= error.retryable
-                if not others and not retry_until:  # a connection was tried for so long already
-                    since = began if error.kind == "connection" else now()
+                if not others and not retry_until:
+                    since = began if error.kind == "connection" else now()  # a connection was tried again already
                     retry_until = min(deadline, since + config.reconnect)
                 if replicas.unasked(failed):
                     continue
