@@ -36,10 +36,10 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_a_number_where_one_belongs(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = set(_leaves(cls.model_fields[str(info.field_name)].annotation))
+        kinds = set(_types_in(cls.model_fields[str(info.field_name)].annotation))
         if kinds & {bool, Any, object} or not kinds & {int, float}:
             return value
-        for one in _leaves_of_value(value):
+        for one in leaves(value):
             if isinstance(one, bool):
                 raise ValueError("must be a number")
             if isinstance(one, int) and not -(2**63) <= one < 2**63:
@@ -47,21 +47,22 @@ class Settings(BaseModel):
         return value
 
 
-def _leaves(annotation: Any) -> Iterator[Any]:
+def _types_in(annotation: Any) -> Iterator[Any]:
     """The types and values that an annotation is made of; those of a literal by their types."""
     inner = get_args(annotation)
     if not inner:
         yield annotation if isinstance(annotation, type) or annotation is Any else type(annotation)
     for part in inner:
-        yield from _leaves(part)
+        yield from _types_in(part)
 
 
-def _leaves_of_value(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in mappings and lists, at every depth."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for part in value:
-            yield from _leaves_of_value(part)
+            yield from leaves(part)
     else:
         yield value
 

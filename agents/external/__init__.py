@@ -24,7 +24,7 @@ from envgym.render import Renderer
 from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, StopReason, Task
 
 from .conversation import Conversation
-from .endpoint import Access, Endpoint
+from .endpoint import Endpoint, PolicyAddress
 
 PASSED_VARIABLES = (
     "HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "SHELL",
@@ -88,7 +88,7 @@ class External(Agent):
         )
         return conversation.episode(task, outcome, reward, info, messages)
 
-    async def _answer(self, observation: Observation, task: Task, access: Access) -> str:
+    async def _answer(self, observation: Observation, task: Task, access: PolicyAddress) -> str:
         """The program's output. Raises `InvalidOutcome` where it cannot be run, fails or does not end."""
         messages = observation.messages or (Message.of("user", observation.text or ""),)
         given = {

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from aiohttp import web
 
@@ -53,16 +53,9 @@ def check_settings(body: Any, harmless: Mapping[str, tuple[Any, ...]]) -> None:
             raise refusal(400, f"{name!r} cannot be {json.dumps(body[name])[:60]}: leave it out")
 
 
-def checked_limit(limit: Any, name: str) -> int | None:
-    """The most tokens of an answer, as the setting `name` gives them. Raises a `refusal`."""
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
-    return None if limit is None else int(limit)
-
-
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A request for a chat completion. Temperature and top-p are the run's, whatever it says of them."""
+class PolicyRequest:
+    """A request for the policy's next turn. Temperature and top-p are the run's, whatever it says of them."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
@@ -70,7 +63,18 @@ class Request:
     body: Mapping[str, Any]
 
     @classmethod
-    def parse(cls, body: Any) -> Request:
+    def of(cls, body: Any, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], limit: Any, name: str) -> Self:
+        """`limit` is the most tokens of an answer, of the setting `name`. Raises a `refusal`."""
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise refusal(400, f"{name} is a whole number of at least 1, not {limit!r:.40}")
+        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+
+
+class CompletionRequest(PolicyRequest):
+    """A request for a chat completion."""
+
+    @classmethod
+    def parse(cls, body: Any) -> CompletionRequest:
         """Raises a `refusal` for what is malformed or cannot be done."""
         check_settings(body, REFUSED)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
@@ -83,8 +87,8 @@ class Request:
             tools = tuple(_tool(tool) for tool in body.get("tools") or ())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise refusal(400, f"malformed messages or tools: {type(error).__name__}: {error}") from None
-        limit = checked_limit(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens")
-        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+        limit = body.get("max_completion_tokens", body.get("max_tokens"))
+        return cls.of(body, messages, tools, limit, "max_tokens")
 
     def answer(
         self, message: Message, generation: Generation, context: list[int]

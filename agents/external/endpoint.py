@@ -21,24 +21,25 @@ from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.net.listening import listen
 from envgym.net.server import MAX_BODY, running
 
-from . import chat_api, responses_api
-from .chat_api import refusal
+from .chat_api import CompletionRequest, PolicyRequest, refusal
 from .conversation import Answer, Conversation
+from .responses_api import ResponsesRequest
 
+Api = type[CompletionRequest | ResponsesRequest]
 TICKET = "envgym_session"
 """Name of the entry in a request's `metadata` by which a program without a URL of its own identifies its session."""
 
 
 @dataclass(slots=True)
-class Session:
-    """An episode's access."""
+class PolicySession:
+    """An episode's access to the policy."""
 
     conversation: Conversation
     key: str
     sampling: set[asyncio.Future[Answer]] = field(default_factory=set)
 
 
-class Access(NamedTuple):
+class PolicyAddress(NamedTuple):
     """The way to a program's session: a URL and a key of its own, or where all programs share the endpoint's URL, the
     `ticket` that stands as `TICKET` in its requests' metadata."""
 
@@ -56,14 +57,14 @@ class Endpoint:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host = host
         self._port = port
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, PolicySession] = {}
         self._lock = asyncio.Lock()
         self._running = AsyncExitStack()
         self._address = ""
         """The URL while it listens."""
 
     @asynccontextmanager
-    async def session(self, conversation: Conversation) -> AsyncIterator[Access]:
+    async def session(self, conversation: Conversation) -> AsyncIterator[PolicyAddress]:
         """A program's access to the policy while the context lasts.
 
         Raises `InvalidOutcome` where the endpoint cannot listen at its address. Where a request could not be answered,
@@ -73,9 +74,9 @@ class Endpoint:
         async with self._lock:
             if not self._address:
                 await self._start()
-            self._sessions[name] = Session(conversation, key)
+            self._sessions[name] = PolicySession(conversation, key)
         try:
-            yield Access(f"{self._address}/{name}/v1", key, f"{name}.{key}")
+            yield PolicyAddress(f"{self._address}/{name}/v1", key, f"{name}.{key}")
             if conversation.error is not None:
                 raise conversation.error
         except InvalidOutcome:
@@ -91,8 +92,8 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._remember_refusal])
         app.router.add_get("/{session}/v1/models", self._models)
         for prefix in ("/{session}", ""):
-            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, chat_api.Request))
-            app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, responses_api.Request))
+            app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._complete, CompletionRequest))
+            app.router.add_post(f"{prefix}/v1/responses", partial(self._complete, ResponsesRequest))
         try:
             listener = self._running.enter_context(listen(self._host, self._port, refusal=None))
         except ConfigError as error:
@@ -128,9 +129,7 @@ class Endpoint:
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "envgym"}]}
         )
 
-    async def _complete(
-        self, api: type[chat_api.Request | responses_api.Request], request: web.Request
-    ) -> web.StreamResponse:
+    async def _complete(self, api: Api, request: web.Request) -> web.StreamResponse:
         session, body = await self._authenticated(request)
         asked = api.parse(body)
         try:
@@ -152,7 +151,7 @@ class Endpoint:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _authenticated(self, request: web.Request) -> tuple[Session, Any]:
+    async def _authenticated(self, request: web.Request) -> tuple[PolicySession, Any]:
         """The session that a request belongs to, and its body. Raises a `refusal`."""
         if "session" in request.match_info:
             return self._of_url(request), await _body(request)
@@ -166,11 +165,11 @@ class Endpoint:
         request.match_info["session"] = name  # as where the URL says it
         return session, body
 
-    def _of_url(self, request: web.Request) -> Session:
+    def _of_url(self, request: web.Request) -> PolicySession:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         return self._session(request.match_info["session"], key)
 
-    def _session(self, name: str, key: str) -> Session:
+    def _session(self, name: str, key: str) -> PolicySession:
         """A session by its name. Raises a `refusal` for an unknown one or another's key."""
         session = self._sessions.get(name)
         if session is None or not hmac.compare_digest(key.encode(), session.key.encode()):
@@ -178,7 +177,7 @@ class Endpoint:
         return session
 
 
-async def _sample(session: Session, asked: chat_api.Request | responses_api.Request) -> Answer:
+async def _sample(session: PolicySession, asked: PolicyRequest) -> Answer:
     """The policy's answer. It is given up when the session ends: an episode that is over does not grow."""
     sampling = asyncio.ensure_future(session.conversation.complete(asked.messages, asked.tools, asked.max_tokens))
     session.sampling.add(sampling)

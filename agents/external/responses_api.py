@@ -10,13 +10,13 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from envgym.engine import Generation
 from envgym.types import Message, StopReason, TextPart, ToolCall, ToolSpec
 
-from .chat_api import TOKEN_FIELDS, check_settings, checked_limit, refusal
+from .chat_api import TOKEN_FIELDS, PolicyRequest, check_settings, refusal
 
 Item = dict[str, Any]
 
@@ -248,17 +248,11 @@ def _id(prefix: str) -> str:
 # -- requests ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request for a `Response`. Temperature and top-p are the run's, whatever it says of them."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...]
-    max_tokens: int | None
-    body: Mapping[str, Any]
+class ResponsesRequest(PolicyRequest):
+    """A request for a `Response`."""
 
     @classmethod
-    def parse(cls, body: Any) -> Request:
+    def parse(cls, body: Any) -> ResponsesRequest:
         """Raises a `refusal` for what is malformed or cannot be done."""
         check_settings(body, REFUSED)
         text = body.get("text")
@@ -272,8 +266,7 @@ class Request:
             raise refusal(400, str(error)) from None
         if not messages:
             raise refusal(400, "input is text or a list of at least one item")
-        limit = checked_limit(body.get("max_output_tokens"), "max_output_tokens")
-        return cls(messages, () if body.get("tool_choice") == "none" else tools, limit, body)
+        return cls.of(body, messages, tools, body.get("max_output_tokens"), "max_output_tokens")
 
     def answer(self, message: Message, generation: Generation, context: list[int]) -> Item:
         """The `Response` with the message, and the exact tokens on its last item."""

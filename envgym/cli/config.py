@@ -18,9 +18,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     if list(arguments) == ["recipes"]:
         return _list_recipes()
     add_run_options(parser)
-    config = resolve_options(*parser.parse_with_words(arguments))
-    invocation.debug |= config.debug
-    print(config.to_yaml(), end="")
+    print(resolve_options(*parser.parse_with_words(arguments), invocation).to_yaml(), end="")
     return 0
 
 

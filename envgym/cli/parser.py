@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
     from envgym.env import EnvSpec
 
+    from .errors import Invocation
+
 ENV: dict[str, Any] = {"metavar": "E", "help": "environment: id, file.py[:Name], import path or URL"}
 
 
@@ -120,12 +122,14 @@ def given_settings(options: argparse.Namespace, words: Sequence[str]) -> dict[st
     return merge(given, parse_words(words))
 
 
-def resolve_options(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
-    """The configuration that they describe."""
+def resolve_options(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
+    """The configuration that they describe; with its `debug`, errors of the command show their tracebacks."""
     from envgym.config.resolve import resolve
 
     recipe, file = getattr(options, "recipe", None), getattr(options, "config", None)
-    return resolve(given_settings(options, words), recipe=recipe, file=file)
+    config = resolve(given_settings(options, words), recipe=recipe, file=file)
+    invocation.debug |= config.debug
+    return config
 
 
 def make_spec(name: str, words: Sequence[str]) -> EnvSpec:

@@ -33,8 +33,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     for name in ("gpus", "machines"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
-    config = resolve_options(options, words)
-    invocation.debug |= config.debug
+    config = resolve_options(options, words, invocation)
 
     from envgym.launch.memory import GIB
     from envgym.launch.placement import Node

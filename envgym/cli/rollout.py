@@ -46,8 +46,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         if any(word.startswith(f"rollout.{name}=") for word in words):
             raise ConfigError(f"rollout.{name} is a setting of training: envgym rollout takes {instead}")
     selection = _selection(options)
-    config = resolve_options(options, words)
-    invocation.debug |= config.debug
+    config = resolve_options(options, words, invocation)
 
     from envgym.evaluation.generate import collect
     from envgym.monitoring.report import aligned

@@ -44,8 +44,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     keys = {word.partition("=")[0] for word in words}
     if "data.path" not in keys and any(key.startswith("data.") for key in keys):
         words.append(f"data.path={source}")  # names of the file's fields: it is recorded data
-    config = resolve_options(options, words)
-    invocation.debug |= config.debug
+    config = resolve_options(options, words, invocation)
 
     from envgym.evaluation.rescore import rescore
     from envgym.monitoring.report import aligned
@@ -82,12 +81,7 @@ def _lines(result: Mapping[str, Any], out: str) -> list[tuple[str, str]]:
         lines.append(("truncated", f"{result['short']} for which the environment wants more turns than were recorded"))
     if result["unused"]:
         lines.append(("ended early", f"{result['unused']} before their last recorded turn"))
-    return [
-        *lines,
-        ("failed", counts(result["failures"]) or "0"),
-        ("time", duration(result["seconds"])),
-        ("file", out),
-    ]
+    return [*lines, ("failed", counts(result["failures"]) or "0"), ("time", duration(result["seconds"])), ("file", out)]
 
 
 def _change(change: Change) -> str:

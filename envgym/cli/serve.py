@@ -60,10 +60,10 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     options, words = parser.parse_with_words(arguments)
     specs = make_specs(*split_words([*options.envs, *words]))
 
-    from envgym.remote.admission import Limits
+    from envgym.remote.admission import ServerLimits
     from envgym.remote.server import serve
 
-    limits = Limits(max_sessions=at_least(1, "--max-sessions", options.max_sessions))
+    limits = ServerLimits(max_sessions=at_least(1, "--max-sessions", options.max_sessions))
     if options.lease_seconds is not None:
         limits = replace(limits, lease_seconds=at_least(0.1, "--lease-seconds", options.lease_seconds))
     if options.drain_seconds is not None:

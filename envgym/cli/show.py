@@ -33,11 +33,9 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("--step", metavar="N", help="the step of the run (default: the last)")
     parser.add_argument("--task", metavar="KEY", help="every episode of this task")
     parser.add_argument("--count", metavar="N", help=f"episodes (default: {COUNT}, or all of --task)")
-    options, words = parser.parse_with_words(arguments)
+    options = parser.parse_without_words(arguments, "envgym show has no settings")
     if options.run is None:
         parser.error("envgym show is followed by a run")
-    if words:
-        parser.error(f"envgym show has no settings: leave out {words[0]!r}")
     step = None if options.step is None else _number("--step", options.step)
     count = None if options.count is None else _number("--count", options.count)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from envgym.errors import ConfigError
 
 from .errors import Invocation
-from .parser import Parser, add_run_options, default_of, resolve_options
+from .parser import Parser, add_run_options, default_of, given_settings, resolve_options
 
 if TYPE_CHECKING:
     from envgym.config.schema import RunConfig
@@ -29,42 +29,40 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
         "--resume", metavar="RUN", help="go on with this run, with the settings it has, further with steps=N"
     )
     options, words = parser.parse_with_words(arguments)
-    config = resolve_options(options, words) if options.resume is None else _resumed(options, words)
-    invocation.debug |= config.debug
+    resumes = options.resume is not None
+    config = (_resumed if resumes else resolve_options)(options, words, invocation)
 
     from envgym.monitoring.terminal import open_display
     from envgym.training.run import train
 
     try:
         with open_display() as display:
-            train(config, resume=options.resume is not None, display=display)
+            train(config, resume=resumes, display=display)
     finally:
         if config.name is not None:
             invocation.folder = Path(config.runs_dir, config.name)
     return 0
 
 
-def _resumed(options: argparse.Namespace, words: Sequence[str]) -> RunConfig:
+def _resumed(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
     """The saved settings. A run goes on as if nothing had happened, so that there is little to set: how far it goes,
     and where it runs."""
-    from envgym.config.words import parse_words
     from envgym.training.resume import WHERE_IT_RUNS, resume_config
 
-    given = vars(options)
-    changed = [f"--{name}" for name, value in given.items() if value is not None and name not in ("resume", "runtime")]
-    where = re.compile(rf"({'|'.join(map(re.escape, WHERE_IT_RUNS))}|roles\.\w+\.workers)(\.|$)")
+    options_given = [name for name, value in vars(options).items() if value is not None]
+    changed = [f"--{name}" for name in options_given if name not in ("resume", "runtime")]
+    places = re.compile(rf"({'|'.join(map(re.escape, WHERE_IT_RUNS))}|roles\.\w+\.workers)(\.|$)")
     keys = dict.fromkeys(word.partition("=")[0] for word in words)
-    own = ("debug", "runs_dir", "steps", "runtime")
-    changed += [f"{key}=…" for key in keys if key not in own and not where.match(key)]
+    may_change = ("debug", "runs_dir", "steps", "runtime")
+    changed += [f"{key}=…" for key in keys if key not in may_change and not places.match(key)]
     if changed:
         raise ConfigError(
             "--resume goes on with the run's own settings; others may be steps, and where it runs (workers, placement, "
             f"colocate, engine.count): leave out {', '.join(changed)}"
         )
-    settings = parse_words(words)
-    if options.runtime is not None:
-        settings["runtime"] = options.runtime
-    changes = {key: value for key, value in settings.items() if key not in ("debug", "runs_dir", "steps")}
-    runs_dir = settings.get("runs_dir", default_of("runs_dir"))
-    config = resume_config(options.resume, str(runs_dir), settings.get("steps"), changes)
-    return config.model_copy(update={"debug": config.debug or settings.get("debug") is True})
+    changes = given_settings(options, words)
+    debug, steps = changes.pop("debug", False), changes.pop("steps", None)
+    runs_dir = str(changes.pop("runs_dir", default_of("runs_dir")))
+    config = resume_config(options.resume, runs_dir, steps, changes)
+    invocation.debug |= config.debug or debug is True
+    return config.model_copy(update={"debug": invocation.debug})

@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
 from envgym.learner import RoleSpec
 from envgym.run_folder import run_of_checkpoint, stage_name
-from envgym.settings import validated
+from envgym.settings import leaves, validated
 from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
@@ -27,6 +27,15 @@ from .missing import parts_of_recipe, refusal
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
 from .schema import STAGE, RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, changes_name, lay, merge, merge_stage, name_alone
+
+RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
+
+
+class Layer(NamedTuple):
+    """Settings of a run, and who gives them."""
+
+    settings: Mapping[str, Any]
+    giver: Literal["recipe", "model", "caller"]
 
 
 def resolve(
@@ -37,92 +46,99 @@ def resolve(
     `settings` are the caller's own (from `key=value` words or Python) and win over `file`, which wins over the
     recipe. Raises `ConfigError`, `NameNotFound` or `DataError` in one line.
     """
-    own = dict(settings or {})
+    given = dict(settings or {})
     from_file = read_yaml(Path(file)) if file is not None else {}
-    given = own.get("recipe") or recipe
-    recipe = given or from_file.get("recipe") or DEFAULT_RECIPE
-    layers, of_model = [from_file, own], None
-    if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in own]:
+    named = given.get("recipe") or recipe
+    recipe = named or from_file.get("recipe") or DEFAULT_RECIPE
+    if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in given]:
         raise ConfigError(f"{misplaced[0]} belongs in the file of a recipe, which makes the model of --model FILE.yaml")
-    if isinstance(from_file.get("stages"), list):  # a saved config holds everything: nothing may add to it
-        if given not in (None, from_file.get("recipe")):
-            raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {given}, or the file")
-    else:
-        of_recipe = load_recipe(recipe)
-        _check_recipe(of_recipe, recipe)
-        if "new_model" in of_recipe:
-            of_recipe.setdefault("model", recipe)
-        model = next((layer["model"] for layer in (own, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
-        of_stages = {"stages": of_recipe.pop("stages", [])}
-        engine = merge(from_file, own).get("engine")
-        # What an API calls its model says nothing of a model of that name here.
-        is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
-        of_model = {} if is_api else settings_of_model(model)
-        layers = [of_recipe, of_model, of_stages, *layers]
-
-    run_keys = set(RunConfig.model_fields) - {"stages"}
-    run: dict[str, Any] = {"recipe": recipe}
-    layered = [_Layered()]
-    for layer in layers:
-        run |= {key: value for key, value in layer.items() if key in run_keys and key != "recipe"}
-        common = {k: v for k, v in layer.items() if k not in run_keys | {"stages", *OF_NEW_MODEL}}
-        may_be_saved = (layer is from_file or layer is own) and isinstance(layer.get("stages"), list)
-        each = stages_of(layer.get("stages"), layered) or [{}] * len(layered)
-        layered += [copy.deepcopy(layered[0]) for _ in range(len(each) - len(layered))]
-        del layered[len(each) :]
-        for stage_layers, of in zip(layered, each, strict=True):
-            stage_layers.lay(common, of_model=layer is of_model)
-            if may_be_saved and of.get("epochs") is not None:
-                of = {**of, "steps": None}  # which an earlier version wrote down beside it
-            stage_layers.lay(of)
-            stage_layers.own_model = of.get("model", stage_layers.own_model)
-    stages = [stage_layers.settings for stage_layers in layered]
-    if len(stages) > 1:
-        _name_stages(layered)
-    known = set(StageConfig.model_fields)
+    is_saved = isinstance(from_file.get("stages"), list)  # a saved config holds everything: nothing may add to it
+    if is_saved and named not in (None, from_file.get("recipe")):
+        raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {named}, or the file")
+    layers = [] if is_saved else _layers_below(recipe, from_file, given)
+    layers += [Layer(from_file, "caller"), Layer(given, "caller")]
+    run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
+    stages = _lay_stages(layers)
     try:
-        for number, stage in enumerate(stages, 1):  # one by one, so that messages name the keys as users write them
-            if unknown := [key for key in stage if key not in known]:
-                near = did_you_mean(unknown[0], known | run_keys)
-                raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near, known | run_keys)
-            if "env" not in stage:
-                raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
-            checked = validated(StageConfig, stage, f"stage {number}" if len(stages) > 1 else "")
-            learner_class, learner_config = checked.learner_config()
-            layered[number - 1].drop_roles(learner_class(learner_config).roles)
-        config = validated(RunConfig, {**run, "stages": stages})
-        for stage_config in config.stages:
-            complete_stage(stage_config)
-            if config.deterministic and stage_config.rollout.max_staleness:
-                raise ConfigError("a deterministic run has no episodes in play while it learns: max_staleness=0")
+        config = _validate({**run, "recipe": recipe}, stages)
     except UnknownKey as error:
-        raise with_suggestion(error, stages[0]) from None
+        raise with_suggestion(error, stages[0].settings) from None
     except NameNotFound as error:
-        named = set() if isinstance(from_file.get("stages"), list) else set(parts_of_recipe(load_recipe(recipe)))
-        raise refusal(f"recipe {recipe}", named.intersection(parts_of_recipe({"stages": stages})), error) from None
-    for line in dict.fromkeys(line for stage_layers in layered for line in stage_layers.left_out()):
+        parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
+        used = parts_of_recipe({"stages": [stage.settings for stage in stages]})
+        raise refusal(f"recipe {recipe}", parts.intersection(used), error) from None
+    for line in dict.fromkeys(line for stage in stages for line in stage.left_out()):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config
 
 
-def _check_recipe(of_recipe: Mapping[str, Any], recipe: str) -> None:
-    """Refuse keys of a recipe that nothing would use."""
+def _layers_below(recipe: str, from_file: Mapping[str, Any], given: Mapping[str, Any]) -> list[Layer]:
+    """The layers below the caller's: the recipe, the model's own settings, the recipe's stages."""
+    of_recipe = load_recipe(recipe)
     if "recipe" in of_recipe and "stages" not in of_recipe:
         raise ConfigError(f"recipe {recipe} names another recipe, below which its settings lie only as a --config file")
     if "model_settings" in of_recipe and "new_model" not in of_recipe:
         raise ConfigError(f"recipe {recipe}: model_settings are of the model that new_model makes, and it has none")
+    if "new_model" in of_recipe:
+        of_recipe.setdefault("model", recipe)
+    model = next((layer["model"] for layer in (given, from_file, of_recipe) if "model" in layer), DEFAULT_MODEL)
+    engine = merge(from_file, given).get("engine")
+    # An API's name for its model says nothing of a model of that name here.
+    is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
+    of_model, of_stages = {} if is_api else settings_of_model(model), {"stages": of_recipe.pop("stages", [])}
+    return [Layer(of_recipe, "recipe"), Layer(of_model, "model"), Layer(of_stages, "recipe")]
+
+
+def _lay_stages(layers: Sequence[Layer]) -> list[LayeredStage]:
+    """The stages of a run: of every layer what holds for all of them, and then what it says of each."""
+    stages = [LayeredStage()]
+    for layer in layers:
+        of_every_stage = {k: v for k, v in layer.settings.items() if k not in {*RunConfig.model_fields, *OF_NEW_MODEL}}
+        listed = layer.settings.get("stages")
+        of_each = stages_of(listed, stages) or [{}] * len(stages)
+        stages += [copy.deepcopy(stages[0]) for _ in range(len(of_each) - len(stages))]
+        del stages[len(of_each) :]
+        for stage, of_stage in zip(stages, of_each, strict=True):
+            stage.lay(of_every_stage, of_model=layer.giver == "model")
+            if layer.giver == "caller" and isinstance(listed, list) and of_stage.get("epochs") is not None:
+                of_stage = {**of_stage, "steps": None}  # in saved settings of an earlier version they stand beside it
+            stage.lay(of_stage)
+            stage.own_model = of_stage.get("model", stage.own_model)
+    if len(stages) > 1:
+        _name_stages(stages)
+    return stages
+
+
+def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConfig:
+    """The configuration. Stages are validated one by one first, so that messages name the keys as users write them."""
+    known = set(StageConfig.model_fields)
+    for number, stage in enumerate(stages, 1):
+        if unknown := [key for key in stage.settings if key not in known]:
+            near = did_you_mean(unknown[0], known | RUN_KEYS)
+            raise UnknownKey(f"unknown key {unknown[0]!r}", str(unknown[0]), near, known | RUN_KEYS)
+        if "env" not in stage.settings:
+            raise ConfigError("which environment? Give one with --env (see: envgym envs list)")
+        checked = validated(StageConfig, stage.settings, f"stage {number}" if len(stages) > 1 else "")
+        learner_class, learner_config = checked.learner_config()
+        stage.drop_roles(learner_class(learner_config).roles)
+    config = validated(RunConfig, {**run, "stages": [stage.settings for stage in stages]})
+    for stage_config in config.stages:
+        complete_stage(stage_config)
+        if config.deterministic and stage_config.rollout.max_staleness:
+            raise ConfigError("a deterministic run has no episodes in play while it learns: max_staleness=0")
+    return config
 
 
 @dataclass
-class _Layered:
+class LayeredStage:
     """The settings of one stage, laid layer on layer, and what of them is left out: settings of a component whose place
     another one took."""
 
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
-    _left_out: list[tuple[str, str, str]] = field(default_factory=list)
-    """Component, the name of the one it was for, key."""
     own_model: Any = None
     """The model that was given for this stage in particular, which what holds for all stages does not change."""
+    _left_out: list[tuple[str, str, str]] = field(default_factory=list)
+    """Component, the name of the one it was for, key."""
     _roles: dict[str, str | None] = field(default_factory=dict)
     """Roles that the learner need not have, and the learner that they were set for; None: for whichever has them."""
 
@@ -140,23 +156,27 @@ class _Layered:
         for kind in COMPONENTS:
             old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
             if changes_name(old, new):
-                kept, left_out = carried(kind, old, new["name"])
-                merged[kind] = lay(kept, new)
-                self._left_out += [(kind, old["name"], key) for key in left_out]
-                if kind == "learner":
-                    self._roles = dict.fromkeys(self.settings.get("roles", {}), old["name"]) | self._roles
-        given = over.get("roles", {})
-        if isinstance(given, Mapping):
-            self._roles = {role: whose for role, whose in self._roles.items() if role not in given}
-            self._roles |= dict.fromkeys(given) if of_model else {}
+                merged[kind] = self._replace(kind, old, new)
+        roles = over.get("roles", {})
+        if isinstance(roles, Mapping):
+            self._roles = {role: whose for role, whose in self._roles.items() if role not in roles}
+            self._roles |= dict.fromkeys(roles) if of_model else {}
         self.settings = merged
+
+    def _replace(self, kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a component that takes the place of another."""
+        carried, left_out = shared_settings(kind, old, new["name"])
+        self._left_out += [(kind, old["name"], key) for key in left_out]
+        if kind == "learner":
+            self._roles = dict.fromkeys(self.settings.get("roles", {}), old["name"]) | self._roles
+        return lay(carried, new)
 
     def drop_roles(self, known: Mapping[str, RoleSpec]) -> None:
         """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
-        foreign = [role for role in self.settings.get("roles", {}) if role in self._roles and role not in known]
+        roles = self.settings.get("roles", {})
+        foreign = [role for role in roles if role in self._roles and role not in known]
         if foreign:
-            roles = self.settings["roles"].items()
-            self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
+            self.settings["roles"] = {role: settings for role, settings in roles.items() if role not in foreign}
         self._left_out += [("roles", whose, role) for role in foreign if (whose := self._roles[role]) is not None]
 
     def left_out(self) -> list[str]:
@@ -172,11 +192,11 @@ class _Layered:
         ]
 
 
-def stages_of(value: Any, layered: Sequence[_Layered]) -> list[dict[str, Any]]:
+def stages_of(value: Any, stages_before: Sequence[LayeredStage]) -> list[dict[str, Any]]:
     """The stages of a layer, each as often as it says (`repeat`), with the settings of its `recipe` below its own; or
     settings of stages that the layers before name."""
     if isinstance(value, Mapping):
-        names = [stage_layers.name for stage_layers in layered]
+        names = [stage.name for stage in stages_before]
         if unknown := [name for name in value if name not in names]:
             raise ConfigError(f"stages.{unknown[0]}: there is no such stage.{did_you_mean(str(unknown[0]), names)}")
         if wrong := [name for name, own in value.items() if not isinstance(own, Mapping)]:
@@ -202,39 +222,29 @@ def stages_of(value: Any, layered: Sequence[_Layered]) -> list[dict[str, Any]]:
     return stages
 
 
-def _name_stages(layered: Sequence[_Layered]) -> None:
+def _name_stages(stages: Sequence[LayeredStage]) -> None:
     """Check what stages are called and refer to, and let each begin with the model that the last one before it left,
     unless it has one of its own."""
     known: list[str] = []
     trained: str | None = None
-    for number, stage_layers in enumerate(layered, 1):
-        stage = stage_layers.settings
-        if stage_layers.own_model is not None:
-            stage["model"] = stage_layers.own_model
+    for number, stage in enumerate(stages, 1):
+        settings = stage.settings
+        if stage.own_model is not None:
+            settings["model"] = stage.own_model
         elif trained is not None:
-            stage["model"] = f"{STAGE}{trained}"
-        for name in _references(stage):
+            settings["model"] = f"{STAGE}{trained}"
+        references = [leaf for leaf in leaves(settings) if isinstance(leaf, str) and leaf.startswith(STAGE)]
+        for name in (reference.removeprefix(STAGE) for reference in references):
             if name not in known:
                 raise ConfigError(f"stage {number}: there is no stage {name!r} before it.{did_you_mean(name, known)}")
-        name = stage_layers.name
+        name = stage.name
         if name in known:
-            name = stage["name"] = f"{name}-{number}"
+            name = settings["name"] = f"{name}-{number}"
         known.append(name)
-        trained = name if stage.get("do", "train") == "train" else trained
+        trained = name if settings.get("do", "train") == "train" else trained
 
 
-def _references(value: Any) -> Iterator[str]:
-    """The stages whose results a value uses."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _references(item)
-    elif isinstance(value, str) and value.startswith(STAGE):
-        yield value.removeprefix(STAGE)
-
-
-def carried(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
+def shared_settings(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
     """The settings of the component `old` (its name and its settings) that hold for the component `name` too, and the
     keys of the others. `kind` is `env`, `agent` or `learner`.
 

@@ -68,15 +68,10 @@ class CheckedEnv(Env):
         await self.acquire()
         if seed is not None or self.task is None:
             self.env.rng.seed(seed)
-        given = dict(options or {})
-        task = given.get("task")
-        if task is None:
-            task = await self._draw_task(seed)
-        elif not isinstance(task, Task):
-            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
-        given["task"] = self.task = task
+        self.task = task = posed_task(options) or await self._draw_task(seed)
+        options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
         with timed(self.spans, "environment"):
-            result = await self._call(self.env.reset, seed=seed if task.seed is None else task.seed, options=given)
+            result = await self._call(self.env.reset, seed=seed, options=options)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise InvalidStep(f"{self.spec.id}: reset must return (observation, info), not {shown(result)}")
         self._playing = True
@@ -175,6 +170,14 @@ class CheckedEnv(Env):
                 "rendered: show the policy a part of it"
             )
         return observation
+
+
+def posed_task(options: Mapping[str, Any] | None) -> Task | None:
+    """The task among the options of a reset; None where there is none. Raises `InvalidStep` for anything else."""
+    task = (options or {}).get("task")
+    if not isinstance(task, Task | None):
+        raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
+    return task
 
 
 def checked_numbers(reward: Any, info: Info) -> float | None:

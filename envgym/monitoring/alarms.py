@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -42,65 +43,51 @@ class Raised:
     text: str
 
 
-def above(limit: float, steps: int) -> Condition:
+def above(values: Sequence[float], limit: float, steps: int) -> bool:
     """The last `steps` values are all larger than `limit`."""
-    return lambda values: len(values) >= steps and min(values[-steps:]) > limit
+    return len(values) >= steps and min(values[-steps:]) > limit
 
 
-def below(limit: float, steps: int) -> Condition:
+def below(values: Sequence[float], limit: float, steps: int) -> bool:
     """The last `steps` values are all smaller than `limit`."""
-    return lambda values: len(values) >= steps and max(values[-steps:]) < limit
+    return len(values) >= steps and max(values[-steps:]) < limit
 
 
-def falls_below(limit: float, steps: int) -> Condition:
+def falls_below(values: Sequence[float], limit: float, steps: int) -> bool:
     """The last `steps` values are all smaller than `limit`, and some before were not."""
-    return lambda values: below(limit, steps)(values) and max(values) >= limit
+    return below(values, limit, steps) and max(values) >= limit
 
 
-def begins_below(limit: float, steps: int) -> Condition:
+def begins_below(values: Sequence[float], limit: float, steps: int) -> bool:
     """All values are smaller than `limit`, and there are `steps` of them."""
-    return lambda values: len(values) >= steps and max(values) < limit
+    return len(values) >= steps and max(values) < limit
 
 
-def mean_below(limit: float, steps: int, after: int) -> Condition:
+def mean_below(values: Sequence[float], limit: float, steps: int, after: int) -> bool:
     """The mean of the last `steps` values is smaller than `limit`, from the step `after` on."""
-    return lambda values: len(values) >= max(steps, after) and fmean(values[-steps:]) < limit
+    return len(values) >= max(steps, after) and fmean(values[-steps:]) < limit
 
 
-def jumps(factor: float, floor: float, before: int) -> Condition:
+def jumps(values: Sequence[float], factor: float, floor: float, before: int) -> bool:
     """The last value is more than `factor` times the median of the `before` ones before it, and larger than `floor`."""
-
-    def condition(values: Sequence[float]) -> bool:
-        return len(values) > before and values[-1] > max(floor, factor * median(values[-1 - before : -1]))
-
-    return condition
+    return len(values) > before and values[-1] > max(floor, factor * median(values[-1 - before : -1]))
 
 
-def grows(factor: float, floor: float, steps: int) -> Condition:
+def grows(values: Sequence[float], factor: float, floor: float, steps: int) -> bool:
     """The mean of the last `steps` values is more than `factor` times that of the first, and larger than `floor`."""
-
-    def condition(values: Sequence[float]) -> bool:
-        if len(values) < 2 * steps:
-            return False
-        return fmean(values[-steps:]) > max(floor, factor * fmean(values[:steps]))
-
-    return condition
+    return len(values) >= 2 * steps and fmean(values[-steps:]) > max(floor, factor * fmean(values[:steps]))
 
 
-def falls_from_best(share: float, floor: float, steps: int) -> Condition:
+def falls_from_best(values: Sequence[float], share: float, floor: float, steps: int) -> bool:
     """The mean of the last `steps` values is less than `share` of the best mean of as many, which is above `floor`."""
-
-    def condition(values: Sequence[float]) -> bool:
-        means = [fmean(values[end - steps : end]) for end in range(steps, len(values) + 1)]
-        return bool(means) and max(means) > floor and means[-1] < share * max(means)
-
-    return condition
+    means = [fmean(values[end - steps : end]) for end in range(steps, len(values) + 1)]
+    return bool(means) and max(means) > floor and means[-1] < share * max(means)
 
 
 ROLE = re.compile(r"((?!env/|eval/)[^/]+/)?")
 """The part of a metric's name before an alarm's `metric`. Numbers of an environment (`env/…`) raise no alarms."""
 
-CONDITIONS: dict[str, Callable[..., Condition]] = {
+CONDITIONS: dict[str, Callable[..., bool]] = {
     function.__name__: function
     for function in (above, below, falls_below, begins_below, mean_below, jumps, grows, falls_from_best)
 }
@@ -111,7 +98,7 @@ def _read(file: Path) -> tuple[Alarm, ...]:
     alarms = []
     for name, entry in entries.items():
         [(condition, arguments)] = entry["when"].items()
-        alarms.append(Alarm(name, entry["metric"], CONDITIONS[condition](**arguments), entry["text"]))
+        alarms.append(Alarm(name, entry["metric"], partial(CONDITIONS[condition], **arguments), entry["text"]))
     return tuple(alarms)
 
 

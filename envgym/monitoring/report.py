@@ -150,30 +150,15 @@ def _draw_evaluations(axes: Any, records: Sequence[Mapping[str, Any]]) -> None:
     scores = [record["eval/score"] for record in measured]
     low, high = zip(*(record["eval/ci95"] or (math.nan, math.nan) for record in measured), strict=True)
     axes.fill_between(steps, low, high, color="#e6550d", alpha=0.15, linewidth=0)
-    axes.plot(
-        steps,
-        scores,
-        "o-",
-        color="#e6550d",
-        linewidth=2,
-        markersize=8,
-        label="held-out score, 95% interval",
-        clip_on=False,
-    )
+    style = {"color": "#e6550d", "linewidth": 2, "markersize": 8, "clip_on": False}
+    axes.plot(steps, scores, "o-", **style, label="held-out score, 95% interval")
     if steps[0] == 0:
         axes.axhline(scores[0], color="#636363", linestyle="--", linewidth=1.4, label="held-out score before training")
+    text = {"textcoords": "offset points", "fontsize": 13, "fontweight": "bold", "color": "#a63603"}
+    text["bbox"] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
     for step, value in {steps[0]: scores[0], steps[-1]: scores[-1]}.items():
-        axes.annotate(
-            f"{value:.3f}",
-            (step, value),
-            xytext=(10, -20) if step == 0 else (-10, -24),
-            textcoords="offset points",
-            ha="left" if step == 0 else "right",
-            fontsize=13,
-            fontweight="bold",
-            color="#a63603",
-            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-        )
+        side, offset = ("left", (10, -20)) if step == 0 else ("right", (-10, -24))
+        axes.annotate(f"{value:.3f}", (step, value), xytext=offset, ha=side, **text)
 
 
 def _split(seconds: Mapping[str, float]) -> str:

@@ -49,6 +49,12 @@ class RunInfo:
     config: Mapping[str, Any]
     step: int = 0
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `init` that Weights & Biases and SwanLab share."""
+        names = {"id": self.id, "name": self.name, "group": self.group}
+        return {**names, "resume": "allow", "config": dict(self.config)}
+
 
 class Tracker(ABC):
     """One tracker. All calls come from one thread, and may block and raise."""
@@ -102,16 +108,9 @@ class WandB(Tracker):
         online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
         if online and not wandb.login(prompt=False):  # it would ask for a key, on a terminal where nobody may be
             raise EnvgymError("no API key is known: type `wandb login` once, or set WANDB_MODE=offline")
-        self._run: Any = wandb.init(
-            id=run.id,
-            resume="allow",
-            name=run.name,
-            group=run.group,
-            project=os.environ.get("WANDB_PROJECT", run.project),
-            dir=str(run.folder),
-            config=dict(run.config),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS),
-        )
+        settings = wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS)
+        project = os.environ.get("WANDB_PROJECT", run.project)
+        self._run: Any = wandb.init(**run.arguments, project=project, dir=str(run.folder), settings=settings)
         self._last_step = self._run.step - 1 if self._run.resumed else -1
         return str(self._run.url) if online else f"offline; send it with: wandb sync {run.folder}/wandb/offline-run-*"
 
@@ -135,16 +134,8 @@ class SwanLab(Tracker):
         # Never ask on a terminal where nobody may be; what is printed there is the display's.
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         self._swanlab: Any = swanlab
-        swanlab.init(
-            id=run.id,
-            resume="allow",
-            name=run.name,
-            group=run.group,
-            project=settings.project.name or run.project,
-            log_dir=str(run.folder / "swanlab"),
-            config=dict(run.config),
-            settings=settings,
-        )
+        project, folder = settings.project.name or run.project, str(run.folder / "swanlab")
+        swanlab.init(**run.arguments, project=project, log_dir=folder, settings=settings)
         return ""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

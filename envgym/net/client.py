@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import os
 import ssl
@@ -119,7 +118,7 @@ class HttpClient(httpx.AsyncClient):
         """The answer, whatever it is, each try within `seconds`. A connection that cannot be made is tried `connects`
         times: nothing has been sent then. Raises `NoAnswer`."""
         waits = pauses(FIRST_PAUSE, jitter=0.5)
-        for attempt in itertools.count(1):
+        while True:
             try:
                 async with asyncio.timeout(seconds):
                     return await self.request(method, url, content=content)
@@ -127,10 +126,10 @@ class HttpClient(httpx.AsyncClient):
                 failure = NoAnswer("timeout", f"gave no answer within {seconds:g} s")
             except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                 failure = _failure(error)
-            if failure.kind != "unreachable" or attempt == connects:
+            connects -= 1
+            if failure.kind != "unreachable" or connects == 0:
                 raise failure
             await asyncio.sleep(next(waits))
-        raise AssertionError("it counts without an end")
 
 
 class Refused(InvalidOutcome):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from .listening import is_loopback
 from .problems import Problem
-from .tokens import ANYONE, Client, Tokens
+from .tokens import ANYONE, ServerClient, Tokens
 
 MAX_BODY = 64 * 2**20
 """Bytes of the largest request that a server takes, unless it says otherwise."""
@@ -62,7 +62,7 @@ async def running(
 # Who is let in
 
 
-def admitted(request: web.BaseRequest, tokens: Tokens | None) -> Client:
+def admitted(request: web.BaseRequest, tokens: Tokens | None) -> ServerClient:
     """The client that sent a request. Raises a 401 `Problem` for one without a token, and on a server without tokens,
     which is for programs of this machine, a 403 for a web page.
 

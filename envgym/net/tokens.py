@@ -27,21 +27,21 @@ _QUOTA = re.compile(r"max_sessions=([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ServerClient:
     """A sender of requests, who sees its own sessions only, of which `max_sessions` may be open at once (None: any)."""
 
     name: str
     max_sessions: int | None = None
 
 
-ANYONE = Client("anyone")
+ANYONE = ServerClient("anyone")
 """The one client of a server without tokens."""
 
 
 class Tokens:
     """The clients of a token file."""
 
-    def __init__(self, clients: Sequence[tuple[bytes, Client]]) -> None:
+    def __init__(self, clients: Sequence[tuple[bytes, ServerClient]]) -> None:
         self._clients = tuple(clients)
 
     @classmethod
@@ -51,7 +51,7 @@ class Tokens:
         Raises `ConfigError` for a file that is missing or malformed, or that others on this machine can open. No
         message holds anything that the file says.
         """
-        clients: dict[str, tuple[bytes, Client]] = {}
+        clients: dict[str, tuple[bytes, ServerClient]] = {}
         for number, words in _lines(path):
             client, token = _client(words, f"token file {path}, line {number}")
             digest = _digest(token)
@@ -65,7 +65,7 @@ class Tokens:
         """Those of a server with one token, by which nobody is told from another."""
         return cls([(_digest(token), ANYONE)])
 
-    def client(self, authorization: str | None) -> Client:
+    def client(self, authorization: str | None) -> ServerClient:
         """The client that sent the header `Authorization`. Raises a 401 `Problem` where no known one did."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
@@ -114,7 +114,7 @@ def _words(line: str) -> list[str]:
     return line.partition("#")[0].split()
 
 
-def _client(words: list[str], where: str) -> tuple[Client, str]:
+def _client(words: list[str], where: str) -> tuple[ServerClient, str]:
     quota = _QUOTA.fullmatch(words[2]) if len(words) == 3 else None
     if not 2 <= len(words) <= 3 or (len(words) == 3 and quota is None) or not _NAME.fullmatch(words[0]):
         raise ConfigError(f"{where}: a line is NAME TOKEN [max_sessions=N]")
@@ -123,7 +123,7 @@ def _client(words: list[str], where: str) -> tuple[Client, str]:
             f"{where}: a token has at least {MIN_LENGTH} characters, letters, digits and -._~+/=; make one with: "
             "openssl rand -hex 32"
         )
-    return Client(words[0], None if quota is None else int(quota.group(1))), words[1]
+    return ServerClient(words[0], None if quota is None else int(quota.group(1))), words[1]
 
 
 def _digest(token: str) -> bytes:

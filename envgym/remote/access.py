@@ -6,10 +6,9 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -42,31 +41,21 @@ class Access:
     tls: ssl.SSLContext | bool = True
 
 
-def url_parts(url: str, schemes: Sequence[str], form: str, *, token: str = "token_file") -> SplitResult:
-    """The parts of a URL with a host; `form` says what it looks like, and `token` what names a file with a token.
+def parse_address(url: str) -> Address:
+    """The two halves of `http://HOST:PORT[/NAME]`. Raises `ConfigError` for another form of URL.
 
-    Raises `ConfigError` for another URL. A user or password in it would be saved with every run: it is not taken, and
-    not repeated here.
+    A user or password in it would be saved with every run: it is not taken, and not repeated here.
     """
+    form = "it looks like http://HOST:PORT/NAME"
     if "@" in url.partition("//")[2].partition("/")[0]:
-        raise ConfigError(f"a URL holds no user or password: put the token into a file ({token}); {form}")
+        raise ConfigError(f"a URL holds no user or password: put the token into a file (token_file); {form}")
     with contextlib.suppress(ValueError):
         parts = urlsplit(url)
-        port = parts.port
-        is_plain = url.isprintable() and not parts.query and not parts.fragment
-        if is_plain and parts.scheme in schemes and parts.hostname and port != 0:
-            return parts
+        name, port = parts.path.strip("/"), parts.port
+        is_plain = url.isprintable() and not parts.query and not parts.fragment and "/" not in name
+        if is_plain and parts.scheme in ("http", "https") and parts.hostname and port != 0:
+            return Address(f"{parts.scheme}://{parts.netloc}", name)
     raise ConfigError(f"{url}: not a usable URL; {form}")
-
-
-def parse_address(url: str) -> Address:
-    """The two halves of `http://HOST:PORT[/NAME]`. Raises `ConfigError` for another form of URL."""
-    form = "it looks like http://HOST:PORT/NAME"
-    parts = url_parts(url, ("http", "https"), form)
-    name = parts.path.strip("/")
-    if "/" in name:
-        raise ConfigError(f"{url}: not a usable URL; {form}")
-    return Address(f"{parts.scheme}://{parts.netloc}", name)
 
 
 def access(servers: list[str], token_file: Path | None, ca_file: Path | None) -> Access:

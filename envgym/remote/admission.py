@@ -11,13 +11,13 @@ from yarl import URL
 
 from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, admitted, invalid, parse, read_json
-from envgym.net.tokens import ANYONE, Client, Tokens
+from envgym.net.tokens import ANYONE, ServerClient, Tokens
 
 from .routes import Route, match
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """The server's limits. Those of single clients are in the token file."""
 
     max_sessions: int = 10_000
@@ -41,7 +41,7 @@ class Call:
     """One request that was let in: whose it is, what stands in its path, its query and its body, read and raw; and the
     request itself, where it came over HTTP."""
 
-    client: Client
+    client: ServerClient
     values: list[str]
     query: Any = None
     body: Any = None
@@ -49,7 +49,7 @@ class Call:
     request: web.BaseRequest | None = None
 
 
-async def call_of_request(request: web.BaseRequest, limits: Limits, tokens: Tokens | None) -> tuple[Route, Call]:
+async def call_of_request(request: web.BaseRequest, limits: ServerLimits, tokens: Tokens | None) -> tuple[Route, Call]:
     """The route and the call of a request; without `tokens` of any of this machine's programs. Raises a `Problem` where
     it may not, or cannot, be carried out."""
     try:
@@ -62,7 +62,9 @@ async def call_of_request(request: web.BaseRequest, limits: Limits, tokens: Toke
     return route, _call(route, Call(client, values, raw=body, request=request), request.rel_url)
 
 
-def call_of_message(client: Client, method: str, target: str, body: bytes, limits: Limits) -> tuple[Route, Call]:
+def call_of_message(
+    client: ServerClient, method: str, target: str, body: bytes, limits: ServerLimits
+) -> tuple[Route, Call]:
     """The route and the call of a request over a channel, of a client that was let in. Raises a `Problem` as
     `call_of_request` does. `target` is a path with its query."""
     if len(body) > limits.max_body:

@@ -16,16 +16,16 @@ from aiohttp import WSCloseCode, web
 from envgym.env import EnvSpec
 from envgym.net.problems import Problem
 from envgym.net.server import RETRY_SECONDS, SERVER, Connections, problem_of, running
-from envgym.net.tokens import Client, Tokens
+from envgym.net.tokens import ServerClient, Tokens
 
-from .admission import Call, Limits, call_of_message, call_of_request
+from .admission import Call, ServerLimits, call_of_message, call_of_request
 from .channel import Answering, end, server_socket
 from .encoding import encode
 from .metrics import CONTENT_TYPE, ServerMetrics
 from .routes import Route, document
 from .served_env import ServedEnv
 from .sessions import Sessions
-from .wire import Alive, Answer, EnvList, Group, Health, Heartbeat, Opening, Step, TaskQuery
+from .wire import Alive, Answer, EnvList, Health
 
 SHUTDOWN_SECONDS = 0.5
 """Time limit for sending answers at the end. Earlier requests have had the time to drain."""
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Application:
     """The routes over some environments, and their sessions."""
 
-    def __init__(self, specs: Mapping[str, EnvSpec], limits: Limits, tokens: Tokens | None) -> None:
+    def __init__(self, specs: Mapping[str, EnvSpec], limits: ServerLimits, tokens: Tokens | None) -> None:
         self._counts = ServerMetrics(lambda: self.sessions.open_by_env())
         self._environments = {
             name: ServedEnv(name, spec, limits.call_seconds, self._counts) for name, spec in specs.items()
@@ -104,24 +104,19 @@ class Application:
         return encode(await self.sessions.environment(call.values[0]).describe())
 
     async def tasks(self, call: Call) -> bytes:
-        query: TaskQuery = call.query
-        return await self.sessions.environment(call.values[0]).page(query)
+        return await self.sessions.environment(call.values[0]).page(call.query)
 
     async def score_group(self, call: Call) -> bytes:
-        group: Group = call.body
-        return await self.sessions.environment(call.values[0]).score_group(call.client.name, group, call.raw)
+        return await self.sessions.environment(call.values[0]).score_group(call.client.name, call.body, call.raw)
 
     async def open(self, call: Call) -> bytes:
-        opening: Opening = call.body
-        return await self.sessions.open(call.client, opening).open()
+        return await self.sessions.open(call.client, call.body).open()
 
     async def heartbeat(self, call: Call) -> bytes:
-        heartbeat: Heartbeat = call.body
-        return encode(Alive(alive=self.sessions.alive(call.client, heartbeat.session_ids)))
+        return encode(Alive(alive=self.sessions.alive(call.client, call.body.session_ids)))
 
     async def step(self, call: Call) -> bytes:
-        step: Step = call.body
-        return await self.sessions.get(call.client, call.values[0]).step(step)
+        return await self.sessions.get(call.client, call.values[0]).step(call.body)
 
     async def close(self, call: Call) -> None:
         await self.sessions.close(call.client.name, call.values[0])
@@ -181,7 +176,7 @@ class Application:
         head = {"Content-Type": answer.content_type, "Server": SERVER} if answer.content_type else {"Server": SERVER}
         return web.Response(body=answer.content or None, status=answer.status, headers=head)
 
-    async def _answer(self, client: Client, method: str, target: str, body: bytes) -> Answer:
+    async def _answer(self, client: ServerClient, method: str, target: str, body: bytes) -> Answer:
         """The answer to a request over a channel, whose every error is a problem."""
         try:
             answer = await self._carry_out(*call_of_message(client, method, target, body, self._limits))

@@ -26,7 +26,7 @@ from .registration import Listener, Listening, RegisteredServers, split_port
 from .remote_env import RemoteEnv, RemoteTasks
 from .replicas import CONNECT_SECONDS, Replica, Replicas
 from .transport import FIRST_PAUSE, LONGEST_PAUSE, Counters, RemoteError, Transport, as_error
-from .wire import MAX_GROUP, EnvDescription, Group, Method, Verdict, Verdicts
+from .wire import MAX_GROUP, EnvDescription, EpisodeVerdict, GroupToScore, Method, Verdicts
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -215,12 +215,12 @@ class RemoteEnvSpec(EnvSpec):
             return None
         if len(episodes) > MAX_GROUP:
             what = f"a group that is judged by a server has at most {MAX_GROUP} episodes, not {len(episodes)}"
-            raise RemoteError("refused", f"{self.id}: {what}", retryable=False)
-        group = Group(task=task, episodes=tuple(_for_judges(episode) for episode in episodes))
+            raise RemoteError("refused", f"{self.id}: {what}")
+        group = GroupToScore(task=task, episodes=tuple(_for_judges(episode) for episode in episodes))
         answer = await self.ask_any(Verdicts, "POST", "/score_group", group)
         return None if answer.verdicts is None else [self._judgement(verdict) for verdict in answer.verdicts]
 
-    def _judgement(self, verdict: Verdict) -> Judgement | Exception:
+    def _judgement(self, verdict: EpisodeVerdict) -> Judgement | Exception:
         if verdict.problem is not None:
             return as_error(self.id, verdict.problem)
         return Judgement(verdict.reward, verdict.score, verdict.metrics)
@@ -234,57 +234,51 @@ class RemoteEnvSpec(EnvSpec):
         replicas, config, now = self.replicas, self.config, asyncio.get_running_loop().time
         content = None if body is None else encode(body)
         if content is not None and len(content) > MAX_BODY:
-            what = f"{self.id}: a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
-            raise RemoteError("refused", what, retryable=False)
-        ends, gives_up, waits = now() + config.timeout, 0.0, pauses(FIRST_PAUSE, LONGEST_PAUSE)
+            what = f"a {type(body).__name__} of {len(content)} bytes; a server takes at most {MAX_BODY}"
+            raise RemoteError("refused", f"{self.id}: {what}")
+        deadline, retry_until, may_pass = now() + config.timeout, 0.0, False
         failed: set[Replica] = set()
-        may_pass = False
+        waits = pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             began = now()
             await replicas.ready()
-            ends += now() - began
+            deadline += now() - began  # without any server `wait` is what counts
             replica, began = replicas.any_up(failed), now()
             others = replicas.others(replica, failed)
-            seconds, patience = ends - began, gives_up - began if gives_up else config.reconnect
+            seconds, patience = deadline - began, retry_until - began if retry_until else config.reconnect
             if others:  # one that says nothing leaves them time
                 seconds, patience = seconds / 2, 0.0
             try:
-                where = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
-                answer = await replica.transport.ask(model, method, where, content, seconds=seconds, patience=patience)
+                target = f"/v1/envs/{(await self.describe(replica, patience)).name}{path}"
+                return await replica.ask(model, method, target, content, seconds=seconds, patience=patience)
             except RemoteError as error:
                 if not error.retryable and replica.description is not None:
                     raise  # it is the request that is wrong
-                replica.is_down()
                 failed.add(replica)
                 may_pass |= error.retryable
-                if not others:
-                    since = began if error.kind == "connection" else now()  # that was tried again already
-                    gives_up = gives_up or min(ends, since + config.reconnect)
+                if not others and not retry_until:
+                    since = began if error.kind == "connection" else now()  # a connection was tried again already
+                    retry_until = min(deadline, since + config.reconnect)
                 if replicas.unasked(failed):
                     continue
                 pause = next(waits)
                 if not replicas.anyone:
-                    gives_up = 0.0  # the next one to register is tried as long
-                elif not may_pass or now() + pause >= gives_up:
+                    retry_until = 0.0  # the next one to register is tried as long
+                elif not may_pass or now() + pause >= retry_until:
                     raise
-            else:
-                replica.is_up()
-                return answer
             await asyncio.sleep(pause)
             failed.clear()
 
     async def describe(self, replica: Replica, patience: float) -> EnvDescription:
         """The description of `replica`; one that is asked anew must have the same tasks. Raises `RemoteError`."""
-        if replica.description is not None:
-            return replica.description
         replica.expected = self._description
         try:
             return await replica.describe(patience)
         except EnvgymError as error:
-            replica.is_down()
+            replica.mark_down()
             if isinstance(error, RemoteError):
                 raise
-            raise RemoteError("refused", str(error), retryable=False) from None
+            raise RemoteError("refused", str(error)) from None
 
     def report_dropped(self, names: tuple[str, ...]) -> None:
         """Count `info` entries that JSON could not carry, and warn once of each name."""

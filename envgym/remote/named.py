@@ -23,10 +23,12 @@ from envgym.registry import Registration
 from envgym.settings import settings_error
 
 Scope = Literal["user", "project"]
+SCOPES: tuple[Scope, ...] = ("user", "project")
+"""The later one's names count."""
 HEADER = "# Remote environments by their names; written by `envgym envs add` and `envgym envs remove`.\n"
 
 
-class Registered(BaseModel):
+class NamedEnvironment(BaseModel):
     """The addresses of a named environment, and what its servers are shown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,7 +45,7 @@ class Registered(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    environments: dict[str, Registered] = {}
+    environments: dict[str, NamedEnvironment] = {}
 
 
 def file_of(scope: Scope) -> Path:
@@ -54,17 +56,16 @@ def file_of(scope: Scope) -> Path:
     return Path(home).expanduser() / "envgym" / "environments.yaml"
 
 
-def registered() -> dict[str, Registered]:
+def registered() -> dict[str, NamedEnvironment]:
     """All names, the project's before the user's. Raises `ConfigError` for a file that cannot be used."""
     return {**read("user"), **read("project")}
 
 
-def readable() -> tuple[dict[str, Registered], list[str]]:
+def readable() -> tuple[dict[str, NamedEnvironment], list[str]]:
     """The names in those files that can be used, and what is wrong with the others."""
-    found: dict[str, Registered] = {}
+    found: dict[str, NamedEnvironment] = {}
     problems: list[str] = []
-    scopes: tuple[Scope, ...] = ("user", "project")
-    for scope in scopes:
+    for scope in SCOPES:
         try:
             found |= read(scope)
         except ConfigError as error:
@@ -82,11 +83,10 @@ def registrations(*, strict: bool) -> dict[str, Registration]:
 
 def scope_of(name: str) -> Scope | None:
     """The scope in which `name` is found."""
-    scopes: tuple[Scope, ...] = ("project", "user")
-    return next((scope for scope in scopes if name in read(scope)), None)
+    return next((scope for scope in reversed(SCOPES) if name in read(scope)), None)
 
 
-def read(scope: Scope) -> Mapping[str, Registered]:
+def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
     """The names in `scope`. A relative path in the file counts from the file's folder."""
     path = file_of(scope)
     try:
@@ -96,7 +96,7 @@ def read(scope: Scope) -> Mapping[str, Registered]:
     return _parse(path, status.st_mtime_ns, status.st_size)
 
 
-def add(scope: Scope, name: str, entry: Registered) -> Path:
+def add(scope: Scope, name: str, entry: NamedEnvironment) -> Path:
     """Write `entry` down, in place of one of the same name; returns the file."""
     return _change(scope, name, entry.model_dump(mode="json", exclude_none=True))
 
@@ -107,7 +107,7 @@ def remove(scope: Scope, name: str) -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _parse(path: Path, _modified: int, _size: int) -> dict[str, Registered]:
+def _parse(path: Path, _modified: int, _size: int) -> dict[str, NamedEnvironment]:
     import yaml
 
     try:
@@ -121,11 +121,9 @@ def _parse(path: Path, _modified: int, _size: int) -> dict[str, Registered]:
     return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
 
 
-def _with_paths(entry: Registered, folder: Path) -> Registered:
-    paths = {"token_file": entry.token_file, "ca_file": entry.ca_file}
-    return entry.model_copy(
-        update={name: folder / path.expanduser() for name, path in paths.items() if path is not None}
-    )
+def _with_paths(entry: NamedEnvironment, folder: Path) -> NamedEnvironment:
+    paths = {name: path for name in ("token_file", "ca_file") if (path := getattr(entry, name)) is not None}
+    return entry.model_copy(update={name: folder / path.expanduser() for name, path in paths.items()})
 
 
 def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:

@@ -27,13 +27,14 @@ from envgym.errors import ConfigError, EnvgymError
 from envgym.net.listening import is_loopback, listen, tls_context
 from envgym.net.problems import Problem
 from envgym.net.server import SERVER, Connections, admitted, parse, read_json, running
-from envgym.net.tokens import Client, Tokens
+from envgym.net.shared_calls import SharedCalls
+from envgym.net.tokens import ServerClient, Tokens
 
 from .access import Access, Address, access, parse_address
 from .encoding import encode
 from .replicas import Replica, Replicas
 from .transport import Counters, RemoteError, Transport
-from .wire import VERSION, Registered, Registration
+from .wire import VERSION, Registered, ServerRegistration
 
 PATH = "/v1/servers"
 LEASE_SECONDS = 20.0
@@ -119,10 +120,10 @@ class RegisteredServers:
         self._what = what
         self._named = {replica.address.server for replica in replicas.all}
         self._members: dict[_Key, _Member] = {}
-        self._dialling: dict[_Key, asyncio.Task[None]] = {}
+        self._dialling: SharedCalls[_Key, None] = SharedCalls()
         self._problems: dict[_Key, str] = {}
 
-    async def register(self, registration: Registration, client: Client) -> str:
+    async def register(self, registration: ServerRegistration, client: ServerClient) -> str:
         """Take a server in, renew its lease, or let it go. Returns why it is not used; empty where it is."""
         if registration.url in self._named:
             return ""  # it is used anyway
@@ -132,11 +133,8 @@ class RegisteredServers:
             return ""
         member = self._members.get(key)
         if member is None or member.instance != registration.instance:
-            if key not in self._dialling:
-                self._dialling[key] = asyncio.create_task(self._take_in(key, registration, client))
-                self._dialling[key].add_done_callback(lambda _: self._dialling.pop(key))
             try:
-                await asyncio.shield(self._dialling[key])
+                await self._dialling.result(key, lambda: self._take_in(key, registration, client))
             except EnvgymError as error:
                 if self._problems.get(key) != str(error):
                     logger.warning("%s: %s registered and is left out: %s", self._what, registration.url, error)
@@ -151,7 +149,7 @@ class RegisteredServers:
             member.timer = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._leave_out, key, silent)
         return ""
 
-    async def _take_in(self, key: _Key, registration: Registration, client: Client) -> None:
+    async def _take_in(self, key: _Key, registration: ServerRegistration, client: ServerClient) -> None:
         self._leave_out(key, "was started anew")
         parts = urlsplit(registration.url)
         if self._is_guarded and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
@@ -183,10 +181,7 @@ class RegisteredServers:
         for member in self._members.values():
             if member.timer is not None:
                 member.timer.cancel()
-        for task in self._dialling.values():
-            task.cancel()
-        if self._dialling:
-            await asyncio.wait(list(self._dialling.values()))
+        await self._dialling.close()
 
 
 class Listener:
@@ -249,13 +244,13 @@ class Listener:
         if request.method != "POST" or not request.path.endswith(PATH):
             raise Problem(404, "not-found", f"servers register here: envgym serve E --register URL (POST {PATH})")
         body = await read_json(request, MAX_REGISTRATION, BODY_SECONDS)
-        registration = self._checked(parse(Registration, body))
+        registration = self._checked(parse(ServerRegistration, body))
         asked = [servers.register(registration, client) for servers in self._environments]
         problems = tuple(problem for problem in await asyncio.gather(*asked) if problem)
         answer = encode(Registered(lease_seconds=LEASE_SECONDS, problems=problems))
         return web.Response(body=answer, content_type="application/json", headers={"Server": SERVER})
 
-    def _checked(self, registration: Registration) -> Registration:
+    def _checked(self, registration: ServerRegistration) -> ServerRegistration:
         if registration.version != VERSION:
             detail = f"the server speaks version {registration.version} of the protocol, the trainer version {VERSION}"
             raise Problem(409, "invalid-request", f"{detail}: install the same envgym on both sides")
@@ -307,7 +302,7 @@ class Announcer:
         own = (announcement.advertise or _reachable(url, self._trainer)).rstrip("/")
         shown = access([self._trainer], announcement.token_file, announcement.ca_file)
         self._transport = Transport(self._trainer, shown, Counters())
-        self._registration = Registration(instance=uuid.uuid4().hex, url=own, weight=announcement.weight)
+        self._registration = ServerRegistration(instance=uuid.uuid4().hex, url=own, weight=announcement.weight)
         self._on_registered = on_registered
 
     async def run(self) -> None:

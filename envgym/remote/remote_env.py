@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import random
 import uuid
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from envgym.env import CheckedEnv, Info, TaskSet
-from envgym.env.checked import checked_numbers
-from envgym.errors import EnvgymError, InvalidStep, ResetNeeded
+from envgym.env.checked import checked_numbers, posed_task
+from envgym.errors import ResetNeeded
+from envgym.net.shared_calls import SharedCalls
 from envgym.processes.deadline import pause_timeouts
-from envgym.types import Action, Observation, Span, Task, timed
+from envgym.types import Action, Observation, Task, timed
 
 from .encoding import encode
 from .replicas import Replica, Replicas
@@ -46,12 +46,8 @@ class RemoteEnv(CheckedEnv):
     spec: RemoteEnvSpec
 
     def __init__(self, spec: RemoteEnvSpec) -> None:
-        self.spec = spec
-        self.env = self
         self.rng = random.Random()
-        self.task: Task | None = None
-        self.spans: list[Span] = []
-        self._has_slot = False
+        super().__init__(self, spec)
         self._pool: Replicas | None = None
         self._place: Replica | None = None
         self._session: str | None = None
@@ -61,6 +57,8 @@ class RemoteEnv(CheckedEnv):
         """Wait for a place within the environment's limit, and on a server that has room. `close` gives it back."""
         await self.spec.ensure_setup()
         await super().acquire()
+        if self._place is not None and self._place.is_retired:
+            self._leave()
         if self._place is None:
             self._pool = self.spec.replicas
             self._place = await self._pool.take()
@@ -74,11 +72,8 @@ class RemoteEnv(CheckedEnv):
             seed = self.rng.getrandbits(31)
         else:
             self.rng.seed(seed)
-        given = dict(options or {})
-        task = given.pop("task", None)
-        if not isinstance(task, Task | None):
-            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
-        opened = await self._open(seed, task, given)
+        task, others = posed_task(options), {k: v for k, v in (options or {}).items() if k != "task"}
+        opened = await self._open(seed, task, others)
         self.spec.report_dropped(opened.dropped)
         self.task = opened.task if task is None else task
         return opened.observation, opened.info
@@ -86,9 +81,8 @@ class RemoteEnv(CheckedEnv):
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session where there is room, on another server where one cannot be reached."""
         await self.spec.ensure_setup()
-        replicas, seconds = self.spec.replicas, self.spec.config.timeout
-        refusal: RemoteError | None = None
-        deadline = asyncio.timeout(seconds)
+        replicas, deadline = self.spec.replicas, asyncio.timeout(self.spec.config.timeout)
+        refusal: Full | None = None
         try:
             async with deadline:
                 while True:
@@ -96,14 +90,10 @@ class RemoteEnv(CheckedEnv):
                         await self.acquire()
                     assert self._place is not None
                     place = self._place
-                    if place.is_retired:
-                        self._leave()
-                        continue
                     try:
                         return await self._open_at(place, seed, task, options)
                     except Full as full:
-                        refusal = full
-                        self._place = None
+                        refusal, self._place = full, None
                         replicas.refused(place, full)
                     except RemoteError:
                         if not place.down or not replicas.others(place):
@@ -113,13 +103,16 @@ class RemoteEnv(CheckedEnv):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            if self._place is not None:
-                self._place.is_down()
-            waited = f"no place became free within {seconds:g} s"
-            if self._place is not None:
-                waited = f"{self._place.address}: no answer within {seconds:g} s; is the server well?"
-            kind = "timeout" if self._place is not None else "capacity"
-            raise RemoteError(kind, f"{waited}{f' ({refusal})' if refusal else ''}", retryable=True) from None
+            raise self._overdue(refusal) from None
+
+    def _overdue(self, refusal: Full | None) -> RemoteError:
+        """The error where no session opened in time. A server that has not answered is left out for a while."""
+        seconds, reason = self.spec.config.timeout, f" ({refusal})" if refusal else ""
+        if self._place is None:
+            return RemoteError("capacity", f"no place became free within {seconds:g} s{reason}")
+        self._place.mark_down()
+        what = f"no answer within {seconds:g} s; is the server well?{reason}"
+        return RemoteError("timeout", f"{self._place.address}: {what}")
 
     async def _open_at(self, place: Replica, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         patience = 0.0 if self.spec.replicas.others(place) else self.spec.config.reconnect
@@ -146,7 +139,7 @@ class RemoteEnv(CheckedEnv):
         try:
             reward = checked_numbers(stepped.reward, stepped.info)
         except ValueError as error:
-            raise RemoteError("server", f"{self.spec.id}: {error}", retryable=True) from None
+            raise RemoteError("server", f"{self.spec.id}: {error}") from None
         return stepped.observation, reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:
@@ -157,20 +150,13 @@ class RemoteEnv(CheckedEnv):
         place.leases.renew(session)
         try:
             with timed(self.spans, "environment"):
-                answer = await place.transport.ask(
-                    model, method, path, body, seconds=self.spec.config.timeout, patience=patience
-                )
-        except EnvgymError as error:
-            kind = error.kind if isinstance(error, RemoteError) else "environment"
-            if kind in ("connection", "server", "timeout"):  # another one would fare no better there
-                place.is_down()
-            else:
-                place.is_up()
-            if kind in ("capacity", "session_lost"):  # there is nothing to end
+                seconds = self.spec.config.timeout
+                answer = await place.ask(model, method, path, body, seconds=seconds, patience=patience)
+        except RemoteError as error:
+            if error.kind in ("capacity", "session_lost"):  # there is nothing to end
                 place.leases.end(session)
                 self._session = None
             raise
-        place.is_up()
         if self._session == session:
             place.leases.renew(session)
         return answer
@@ -213,7 +199,7 @@ class RemoteTasks(TaskSet):
         self._size = size
         self._pages: OrderedDict[int, tuple[Task, ...]] = OrderedDict()
         self._wanted: deque[int] = deque(maxlen=NEAR)
-        self._reading: dict[tuple[int, int], asyncio.Task[tuple[Task, ...]]] = {}
+        self._reading: SharedCalls[tuple[int, int], tuple[Task, ...]] = SharedCalls()
         """By their first task and their number."""
 
     @property
@@ -235,23 +221,13 @@ class RemoteTasks(TaskSet):
         return (await self._read(index, 1))[0]
 
     async def _read(self, start: int, count: int) -> tuple[Task, ...]:
-        reading = self._reading.get((start, count))
-        if reading is None:  # whoever else wants it meanwhile waits for this one request
-            reading = self._reading[start, count] = asyncio.create_task(self._ask_for(start, count))
-            reading.add_done_callback(functools.partial(self._done, (start, count)))
-        return await asyncio.shield(reading)
-
-    def _done(self, key: tuple[int, int], reading: asyncio.Task[tuple[Task, ...]]) -> None:
-        del self._reading[key]
-        if not reading.cancelled():
-            reading.exception()  # whoever wanted it may have gone
+        return await self._reading.result((start, count), lambda: self._ask_for(start, count))
 
     async def _ask_for(self, start: int, count: int) -> tuple[Task, ...]:
         page = await self._ask(TaskPage, "GET", f"/tasks?split={self._split}&start={start}&count={count}")
         wanted = count if self._size is None else min(count, self._size - start)
         if len(page.tasks) < wanted:
-            what = f"the server sent {len(page.tasks)} of {wanted} tasks from {start} on"
-            raise RemoteError("server", what, retryable=True)
+            raise RemoteError("server", f"the server sent {len(page.tasks)} of {wanted} tasks from {start} on")
         if count == PAGE:
             self._pages[start // PAGE] = page.tasks
             if len(self._pages) > PAGES:

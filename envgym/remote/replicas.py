@@ -7,14 +7,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
-from envgym.errors import ConfigError
+from pydantic import BaseModel
+
+from envgym.errors import ConfigError, EnvgymError
 from envgym.net.retries import pauses
+from envgym.net.shared_calls import SharedCalls
 
 from .access import Address
 from .encoding import encode
-from .transport import Full, RemoteError, Transport, result_of
-from .wire import MAX_HEARTBEAT, VERSION, Alive, EnvDescription, EnvList, Heartbeat
+from .transport import ENVS, Full, RemoteError, Transport
+from .wire import MAX_HEARTBEAT, VERSION, Alive, EnvDescription, EnvList, Heartbeat, Method
 
 CONNECT_SECONDS = 30.0
 """Time limit for a server to say what it serves."""
@@ -22,6 +26,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
 """Seconds that a server which is down is left out; doubled each time it is found so."""
 
 logger = logging.getLogger(__name__)
+B = TypeVar("B", bound=BaseModel)
 
 
 class Leases:
@@ -117,22 +122,19 @@ class Replica:
         self.down = False
         self.try_at = 0.0
         self._pauses = pauses(FIRST_PAUSE, LONGEST_PAUSE)
-        self._asking: asyncio.Task[EnvDescription] | None = None
+        self._asking: SharedCalls[str, EnvDescription] = SharedCalls()
         self._timer: asyncio.TimerHandle | None = None
 
     async def describe(self, patience: float = 0.0) -> EnvDescription:
         """The server's description of the environment; asked once, and again when it was down. Raises `EnvgymError`."""
         if self.description is not None:
             return self.description
-        if self._asking is None:  # whoever else wants it waits for this one request
-            self._asking = asyncio.create_task(self._describe(patience))
-            self._asking.add_done_callback(self._described)
-        what = f"{self.address}: the connection was closed here"
-        return await result_of(self._asking, RemoteError("connection", what, retryable=True))
+        closed = RemoteError("connection", f"{self.address}: the connection was closed here")
+        return await self._asking.result(ENVS, lambda: self._describe(patience), closed=closed)
 
     async def _describe(self, patience: float) -> EnvDescription:
         seconds = CONNECT_SECONDS + patience
-        served = await self.transport.ask(EnvList, "GET", "/v1/envs", seconds=seconds, patience=patience)
+        served = await self.transport.ask(EnvList, "GET", ENVS, seconds=seconds, patience=patience)
         found = self._choose(served)
         if self.expected is not None:
             check_same(self.expected, found, self.address)
@@ -141,11 +143,6 @@ class Replica:
         rooms = (served.max_sessions, found.concurrency, self._quota)
         self.room = self.stated_room = min(room for room in rooms if room is not None)
         return found
-
-    def _described(self, asking: asyncio.Task[EnvDescription]) -> None:
-        self._asking = None
-        if not asking.cancelled():
-            asking.exception()  # whoever asked may have gone
 
     def _choose(self, served: EnvList) -> EnvDescription:
         if served.version != VERSION:
@@ -159,18 +156,33 @@ class Replica:
             raise ConfigError(f"{self.address} does not name one of the server's environments; there is {known}")
         return found[0]
 
+    async def ask(
+        self, model: type[B], method: Method, path: str, body: bytes | None, *, seconds: float, patience: float
+    ) -> B:
+        """The server's answer, as of its transport. An error of the server, or on the way to it, leaves it out."""
+        try:
+            answer = await self.transport.ask(model, method, path, body, seconds=seconds, patience=patience)
+        except EnvgymError as error:
+            if isinstance(error, RemoteError) and error.kind in ("connection", "server", "timeout"):
+                self.mark_down()
+            else:
+                self.mark_up()
+            raise
+        self.mark_up()
+        return answer
+
     @property
     def load(self) -> float:
         """The share of its places that is taken, by its weight."""
         return self.taken / ((self.room or 1) * self.weight)
 
-    def is_up(self) -> None:
+    def mark_up(self) -> None:
         """It answered."""
         if self.down:
             self.down, self._pauses = False, pauses(FIRST_PAUSE, LONGEST_PAUSE)
             self.on_room()
 
-    def is_down(self) -> None:
+    def mark_down(self) -> None:
         """It cannot be reached, or does not work: leave it out for a while, and then ask anew what it serves."""
         now = asyncio.get_running_loop().time()
         self.description = None
@@ -190,15 +202,13 @@ class Replica:
         self._timer = loop.call_at(self.try_at + 0.01, self.on_room)  # timers may be a little early
 
     def _fell_silent(self, seconds: float) -> None:
-        self.is_down()
+        self.mark_down()
         self.transport.give_up(seconds)
 
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
+        await self._asking.close()
         await self.leases.close()
         await self.transport.close()
 
@@ -227,37 +237,34 @@ class Replicas:
 
         Raises `EnvgymError` where none answers, and where they do not serve the same.
         """
-        asked = [asyncio.create_task(replica.describe()) for replica in self._replicas]
-        try:
-            await asyncio.wait(asked, timeout=seconds)
-        finally:  # also where whoever connects is cancelled: nothing of it goes on
-            for task in asked:
-                task.cancel()
-            await asyncio.wait(asked)
-        for task in asked:
-            if not task.cancelled():
-                task.exception()  # the first that cannot be mended is told
-        found: list[EnvDescription] = []
-        failures: dict[Replica, RemoteError] = {}
-        for replica, task in zip(self._replicas, asked, strict=True):
+
+        async def describe(replica: Replica) -> EnvDescription:
             try:
-                if task.cancelled():
-                    what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-                    raise RemoteError("timeout", f"{replica.address}: {what}", retryable=True)
-                found.append(task.result())
-                check_same(found[0], found[-1], replica.address)
-            except RemoteError as error:
-                if not error.retryable:
-                    raise
-                failures[replica] = error
-        if not found:
+                async with asyncio.timeout(seconds):
+                    return await replica.describe()
+            except TimeoutError:
+                what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
+                raise RemoteError("timeout", f"{replica.address}: {what}") from None
+
+        descriptions: list[EnvDescription] = []
+        failures: dict[Replica, RemoteError] = {}
+        answers = await asyncio.gather(*map(describe, self._replicas), return_exceptions=True)
+        for replica, answer in zip(self._replicas, answers, strict=True):
+            if isinstance(answer, RemoteError) and answer.retryable:
+                failures[replica] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                descriptions.append(answer)
+                check_same(descriptions[0], answer, replica.address)
+        if not descriptions:
             raise next(iter(failures.values()))
-        self.expected = found[0]
+        self.expected = descriptions[0]
         for replica in self._replicas:
-            replica.expected = found[0]  # also of one that answers later
+            replica.expected = self.expected  # also of one that answers later
         for replica in failures:
-            replica.is_down()
-        return found[0]
+            replica.mark_down()
+        return self.expected
 
     def add(self, replica: Replica) -> None:
         """Take in one more server, which has been described. Raises `RemoteError` where it has other tasks."""
@@ -306,7 +313,7 @@ class Replicas:
             except TimeoutError:
                 if not self.anyone:
                     what = f"no server has been registered for {self._wait:g} s"
-                    raise RemoteError("no_server", what, retryable=True) from None
+                    raise RemoteError("no_server", what) from None
 
     @property
     def room(self) -> int | None:
@@ -428,6 +435,6 @@ def check_same(expected: EnvDescription, found: EnvDescription, address: Address
         problem = "as many, but not the same"
     if problem:
         what = f"serves other tasks than it did, or than the other servers do ({problem})"
-        raise RemoteError("refused", f"{address} {what}", retryable=False)
+        raise RemoteError("refused", f"{address} {what}")
     if expected.fingerprint.get("code") != found.fingerprint.get("code"):
         logger.warning("%s runs other code of the environment than before, or than the other servers", address)

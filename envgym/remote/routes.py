@@ -40,7 +40,7 @@ ROUTES = (
     Route("GET", _ENV, "describe", "One environment", wire.EnvDescription),
     Route("GET", f"{_ENV}/tasks", "tasks", "A page of its tasks", wire.TaskPage, query=wire.TaskQuery),
     Route("POST", f"{_ENV}/score_group", "score_group", "Score finished episodes of one task together",
-          wire.Verdicts, wire.Group),
+          wire.Verdicts, wire.GroupToScore),
     Route("POST", _SESSIONS, "open", "Make an instance under an id of yours and reset it", wire.Opened, wire.Opening),
     Route("POST", f"{_SESSIONS}/heartbeat", "heartbeat", "Renew the leases of sessions", wire.Alive, wire.Heartbeat),
     Route("POST", f"{_SESSIONS}/{{session}}/step", "step", "Take one step", wire.Stepped, wire.Step),

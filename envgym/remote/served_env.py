@@ -23,7 +23,7 @@ from envgym.types import Episode
 
 from .encoding import encode
 from .metrics import ServerMetrics
-from .wire import EnvDescription, Group, Split, TaskPage, TaskQuery, Verdict, Verdicts
+from .wire import EnvDescription, EpisodeVerdict, GroupToScore, Split, TaskPage, TaskQuery, Verdicts
 
 SPLITS = ("train", "test")
 HASHED, HASH_SECONDS = 5, 5.0
@@ -93,7 +93,7 @@ class ServedEnv:
 
         return await self.call(read(), f"tasks {query.start} to {query.start + query.count} of {query.split}")
 
-    async def score_group(self, client: str, group: Group, body: bytes) -> bytes:
+    async def score_group(self, client: str, group: GroupToScore, body: bytes) -> bytes:
         """The environment's judgement of a group, encoded `Verdicts`; the same one for a `body` that is sent again."""
         key = hashlib.sha256(client.encode() + b"\0" + body).digest()
         judging = self._verdicts.get(key)
@@ -111,7 +111,7 @@ class ServedEnv:
         if failed and self._verdicts.get(key) is task:  # asked again, the judge may do better
             del self._verdicts[key]
 
-    async def _decide(self, group: Group, episodes: Sequence[Episode]) -> bytes:
+    async def _decide(self, group: GroupToScore, episodes: Sequence[Episode]) -> bytes:
         async def decide() -> bytes:
             judged = await self.spec.score_group(group.task, episodes)
             if judged is None:
@@ -124,14 +124,14 @@ class ServedEnv:
 
         return await self.call(decide(), "score_group", self._metrics.group_seconds)
 
-    def _verdict(self, found: object) -> Verdict:
+    def _verdict(self, found: object) -> EpisodeVerdict:
         judged = as_judgement(found)
         if isinstance(judged, Exception):
-            return Verdict(problem=self.raised(judged, "score_group").body)
+            return EpisodeVerdict(problem=self.raised(judged, "score_group").body)
         number = None if judged.reward is None else float(judged.reward)
         score = None if judged.score is None else float(judged.score)
         metrics = {name: float(value) for name, value in judged.metrics.items()}
-        return Verdict(reward=number, score=score, metrics=metrics)
+        return EpisodeVerdict(reward=number, score=score, metrics=metrics)
 
     async def call(self, work: Awaitable[T], what: str, seconds: Histogram | None = None) -> T:
         """The environment's answer within the limit; its exception as a `Problem`, logged here in full."""

@@ -15,7 +15,7 @@ from envgym.net.listening import is_loopback, listen, stop_signals, tls_context,
 from envgym.net.tokens import Tokens
 from envgym.services import check_servable, start_services
 
-from .admission import Limits
+from .admission import ServerLimits
 from .application import Application
 from .registration import Announcement, Announcer
 
@@ -38,7 +38,7 @@ async def serve(
     port: int,
     *,
     on_ready: Callable[[str], None],
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     token_file: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
@@ -59,7 +59,7 @@ async def serve(
         check_servable(spec)
     if announcement is not None:
         announcement.check()
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     tokens = None if token_file is None else Tokens.read(token_file)
     tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
     allow_open_files()

@@ -12,11 +12,11 @@ from envgym.env import CheckedEnv
 from envgym.env.boundary import UsersCode
 from envgym.net.problems import Problem, ProblemKind
 from envgym.net.server import RETRY_SECONDS
-from envgym.net.tokens import Client
+from envgym.net.tokens import ServerClient
 from envgym.processes.cancellation import is_shutdown
 from envgym.types import Action
 
-from .admission import Limits
+from .admission import ServerLimits
 from .encoding import encodable_info, encode
 from .metrics import ServerMetrics
 from .served_env import ServedEnv
@@ -28,14 +28,14 @@ CLOSE_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
-class Session:
+class EnvSession:
     """One environment instance, and the answers to the requests that may come again.
 
     `reset` and each step are done in the task of the request that asked first, which nothing but the session's end
     cancels: it goes on when its connection drops, and the repeated request waits for the same answer.
     """
 
-    def __init__(self, env: ServedEnv, opening: Opening, limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, env: ServedEnv, opening: Opening, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.served = env
         self.id = opening.session_id
         self._opening = opening
@@ -148,17 +148,13 @@ class Session:
     async def _open(self, opening: Opening) -> bytes:
         async def reset() -> bytes:
             env = self._env = self.served.spec.make()
-            options = dict(opening.options)
-            options.pop("task", None)  # it has a place of its own
-            if opening.task is not None:
-                options["task"] = opening.task
+            options = {**opening.options, "task": opening.task}
             observation, info = await env.reset(seed=opening.seed, options=options)
             assert env.task is not None
             kept, dropped = encodable_info(info)
             lease = self._limits.lease_seconds
-            return encode(
-                Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
-            )
+            opened = Opened(task=env.task, observation=observation, info=kept, dropped=dropped, lease_seconds=lease)
+            return encode(opened)
 
         return await self.served.call(reset(), "reset", self._metrics.reset_seconds)
 
@@ -170,16 +166,8 @@ class Session:
             with UsersCode() as stepped:
                 observation, reward, terminated, truncated, info = await self._env.step(action)
                 kept, dropped = encodable_info(info)
-                return encode(
-                    Stepped(
-                        observation=observation,
-                        reward=reward,
-                        terminated=terminated,
-                        truncated=truncated,
-                        info=kept,
-                        dropped=dropped,
-                    )
-                )
+                ends = {"terminated": terminated, "truncated": truncated}
+                return encode(Stepped(observation=observation, reward=reward, **ends, info=kept, dropped=dropped))
             raise self.served.raised(stepped.error, f"step {self._step_id}")
         finally:
             self._steps.inc()
@@ -193,11 +181,11 @@ def _asked(opening: Opening) -> tuple[object, ...]:
 class Sessions:
     """All sessions of a server, by their clients and the ids those gave them."""
 
-    def __init__(self, environments: Mapping[str, ServedEnv], limits: Limits, metrics: ServerMetrics) -> None:
+    def __init__(self, environments: Mapping[str, ServedEnv], limits: ServerLimits, metrics: ServerMetrics) -> None:
         self._environments = environments
         self._limits = limits
         self._metrics = metrics
-        self._sessions: dict[tuple[str, str], Session] = {}
+        self._sessions: dict[tuple[str, str], EnvSession] = {}
         self._by_env: Counter[str] = Counter()
         self._by_client: Counter[str] = Counter()
         self.draining = False
@@ -221,7 +209,7 @@ class Sessions:
             raise Problem(404, "environment-not-found", f"there is no environment {name!r} here; there is {known}")
         return found
 
-    def open(self, client: Client, opening: Opening) -> Session:
+    def open(self, client: ServerClient, opening: Opening) -> EnvSession:
         """The session `opening` asks for: a new one, or the one it opened when it came before."""
         env = self.environment(opening.env)
         session = self._sessions.get((client.name, opening.session_id))
@@ -233,14 +221,14 @@ class Sessions:
         if self.draining:
             raise Problem(503, "shutting-down", "the server is shutting down", retry_after=RETRY_SECONDS)
         self._check_room(client, env)
-        session = Session(env, opening, self._limits, self._metrics)
+        session = EnvSession(env, opening, self._limits, self._metrics)
         self._sessions[client.name, opening.session_id] = session
         self._by_client[client.name] += 1
         self._by_env[env.name] += 1
         self._metrics.opened.labels(env.name).inc()
         return session
 
-    def _check_room(self, client: Client, env: ServedEnv) -> None:
+    def _check_room(self, client: ServerClient, env: ServedEnv) -> None:
         quota, most, bound = client.max_sessions, self._limits.max_sessions, env.spec.concurrency_bound()
         if quota is not None and self._by_client[client.name] >= quota:
             raise _full("quota-exceeded", f"this client's quota of {quota} sessions is used up")
@@ -249,7 +237,7 @@ class Sessions:
         if bound is not None and self._by_env[env.name] >= bound:
             raise _full("server-full", f"all {bound} sessions of environment {env.name} are taken")
 
-    def get(self, client: Client, session_id: str) -> Session:
+    def get(self, client: ServerClient, session_id: str) -> EnvSession:
         """One of the client's sessions. Raises a 404 `Problem`, of other clients' sessions too."""
         session = self._sessions.get((client.name, session_id))
         if session is None:
@@ -257,7 +245,7 @@ class Sessions:
             raise Problem(404, "session-not-found", detail)
         return session
 
-    def alive(self, client: Client, session_ids: Sequence[str]) -> tuple[str, ...]:
+    def alive(self, client: ServerClient, session_ids: Sequence[str]) -> tuple[str, ...]:
         """Those that are there, with their leases renewed."""
         found = [self._sessions.get((client.name, session_id)) for session_id in session_ids]
         for session in found:
@@ -276,7 +264,7 @@ class Sessions:
         closing.add_done_callback(self._closing.discard)
         await asyncio.shield(closing)
 
-    async def _end(self, session: Session, client: str, by: str) -> None:
+    async def _end(self, session: EnvSession, client: str, by: str) -> None:
         try:
             await session.close()
         finally:

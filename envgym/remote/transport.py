@@ -7,7 +7,7 @@ import http.client
 import json
 import logging
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
@@ -16,7 +16,7 @@ from envgym.errors import CallTimeout, ConfigError, DataError, EnvgymError, Inva
 from envgym.net.problems import ProblemBody
 from envgym.net.retries import pauses
 from envgym.net.server import MAX_BODY
-from envgym.processes.cancellation import is_being_cancelled
+from envgym.net.shared_calls import SharedCalls
 from envgym.processes.deadline import Deadline
 
 from .access import DIAL_SECONDS, Access, unreachable
@@ -36,9 +36,16 @@ OPENENV_PATHS = {"/reset", "/step", "/state", "/schema"}
 OF_ENVIRONMENTS = {error.__name__: error for error in (CallTimeout, ConfigError, DataError, InvalidStep, ResetNeeded)}
 """Errors that are the environment's own wherever it runs: a worker's, say, would be taken for that of our worker."""
 
+OF_PROBLEMS = {
+    "environment-timeout": "timeout",
+    "session-not-found": "session_lost",
+    "shutting-down": "connection",
+    **dict.fromkeys(("internal-error", "too-slow", "environment-not-found"), "server"),  # it said that it serves it
+}
+"""The kinds of `RemoteError` that problems become; others are refusals."""
+
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 
 class RemoteError(InvalidOutcome):
@@ -56,12 +63,15 @@ class RemoteError(InvalidOutcome):
     | `environment` | the environment raised | no |
     """
 
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message, retryable=kind not in ("refused", "environment"))
+
 
 class Full(RemoteError):
     """The server has no place for a session just now; one may be free in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__("capacity", message, retryable=True)
+        super().__init__("capacity", message)
         self.retry_after = retry_after
 
 
@@ -108,7 +118,7 @@ class Transport:
         """The error of each call whose deadline was ended early; None while it was not."""
         self._closed = False
         self._asking: Asking | None = None
-        self._dialling: asyncio.Task[Asking | None] | None = None
+        self._dialling: SharedCalls[str, Asking | None] = SharedCalls()
         self._listening: set[asyncio.Task[None]] = set()
         self._no_channel_until = 0.0
 
@@ -119,16 +129,14 @@ class Transport:
 
     async def close(self) -> None:
         self._closed = True
-        self._drop_channel()
-        if ending := [task for task in (self._dialling, *self._listening) if task is not None]:
-            await asyncio.wait(ending)
+        await asyncio.gather(*self._drop_channel(), return_exceptions=True)
         await self._session.close()
 
     def give_up(self, seconds: float) -> None:
         """Fail every call that waits: the server has given no sign of life for so long."""
         what = f"the server has given no sign of life for {seconds:.0f} s"
         for deadline in self._waiting:
-            self._waiting[deadline] = RemoteError("connection", f"{self.url}: {what}", retryable=True)
+            self._waiting[deadline] = RemoteError("connection", f"{self.url}: {what}")
             deadline.expire()
         self._drop_channel()
 
@@ -149,7 +157,7 @@ class Transport:
         except ValidationError as error:
             self.counters.failures += 1
             what = f"the answer to {method} {path} is not one of an envgym server ({error.errors()[0]['msg'].lower()})"
-            raise RemoteError("server", f"{self.url}: {what}; check the address", retryable=True) from None
+            raise RemoteError("server", f"{self.url}: {what}; check the address") from None
 
     async def call(
         self, method: Method, path: str, body: bytes | None = None, *, seconds: float, patience: float = 0.0
@@ -167,7 +175,7 @@ class Transport:
         except TimeoutError:
             self.counters.failures += 1
             what = f"no answer within {seconds:g} s; is the server well, and reachable from here?"
-            raise self._waiting[deadline] or RemoteError("timeout", f"{self.url}: {what}", retryable=True) from None
+            raise self._waiting[deadline] or RemoteError("timeout", f"{self.url}: {what}") from None
         except Full:
             raise  # whoever asks for a place waits for it
         except EnvgymError:
@@ -178,39 +186,40 @@ class Transport:
 
     async def _call(self, method: Method, path: str, body: bytes | None, patience: float) -> bytes:
         now = asyncio.get_running_loop().time
-        waits, give_up_at = None, 0.0
+        waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), 0.0
         while True:
             if self._closed:  # a server that left for good, say
-                raise RemoteError("connection", f"{self.url}: the connection was closed here", retryable=True)
+                raise RemoteError("connection", f"{self.url}: the connection was closed here")
             self.counters.requests += 1
-            wait: float | None = None
             try:
-                answer = await self._send(method, path, body)
+                answer = await self._attempt(method, path, body)
+                if answer.status != 429:
+                    return answer.content
+                wait = answer.retry_after
             except RemoteError as error:
                 if error.kind != "connection":
                     raise
-                failure: EnvgymError = error
-            else:
-                self.last_answer = now()
-                if answer.status < 400:
-                    return answer.content
-                failure = self._refused(method, path, answer)
-                if answer.status == 404 and path == ENVS and await self._is_openenv():
-                    what = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
-                    raise RemoteError("server", f"{self.url}: {what} own client", retryable=False)
-                if answer.status == 429 and not isinstance(failure, Full):
-                    wait = answer.retry_after  # a proxy's: under the deadline, as often as it says
-                elif not (isinstance(failure, RemoteError) and failure.kind == "connection"):
-                    raise failure
-            logger.debug("%s %s: %s", method, path, failure)
-            if wait is None:
-                if waits is None:
-                    waits, give_up_at = pauses(FIRST_PAUSE, LONGEST_PAUSE), now() + patience
-                wait = next(waits)
+                logger.debug("%s %s: %s", method, path, error)
+                wait, give_up_at = next(waits), give_up_at or now() + patience
                 if now() + wait > give_up_at:
-                    raise failure
+                    raise
             self.counters.retries += 1
             await asyncio.sleep(wait)
+
+    async def _attempt(self, method: Method, path: str, body: bytes | None) -> Answer:
+        """The answer to one request. Raises an `EnvgymError` for every failure but a proxy's 429, which may come as
+        often as the deadline allows."""
+        answer = await self._send(method, path, body)
+        self.last_answer = asyncio.get_running_loop().time()
+        if answer.status < 400:
+            return answer
+        if answer.status == 404 and path == ENVS and await self._is_openenv():
+            what = "this is a server of OpenEnv, whose protocol is not spoken here: write an Env that calls its"
+            raise RemoteError("refused", f"{self.url}: {what} own client")
+        failure = self._refused(method, path, answer)
+        if answer.status == 429 and not isinstance(failure, Full):
+            return answer
+        raise failure
 
     async def _is_openenv(self) -> bool:
         """Tell whether the server, which knows no environments of ours, is one of OpenEnv."""
@@ -229,7 +238,7 @@ class Transport:
         kind = "connection" if answer.status in (502, 503, 504) else "server"  # what a proxy says of no server
         phrase = http.client.responses.get(answer.status, "")
         what = f"answered {method} {path} with {answer.status} {phrase}".rstrip() + ", not as an envgym server would"
-        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path", retryable=True)
+        return RemoteError(kind, f"{self.url}: {what}; check the address, its port and its path")
 
     async def _send(self, method: Method, path: str, body: bytes | None) -> Answer:
         if path.startswith("/v1/sessions") and len(body or b"") <= CHANNEL_BODY:
@@ -258,7 +267,7 @@ class Transport:
             content += part
             if len(content) > MAX_BODY:
                 response.close()
-                raise RemoteError("server", f"{self.url}: an answer of more than {MAX_BODY} bytes", retryable=True)
+                raise RemoteError("server", f"{self.url}: an answer of more than {MAX_BODY} bytes")
         return bytes(content)
 
     async def _channel(self) -> Asking | None:
@@ -267,10 +276,8 @@ class Transport:
             return self._asking
         if asyncio.get_running_loop().time() < self._no_channel_until:
             return None
-        if self._dialling is None:  # whoever else wants it waits for this one
-            self._dialling = asyncio.create_task(self._dial())
-            self._dialling.add_done_callback(self._dialled)
-        return await result_of(self._dialling, self._unreachable(ConnectionError("it was closed here")))
+        closed = self._unreachable(ConnectionError("it was closed here"))
+        return await self._dialling.result(CHANNEL_PATH, self._dial, closed=closed)
 
     async def _dial(self) -> Asking | None:
         try:
@@ -298,11 +305,6 @@ class Transport:
         logger.debug("%s takes no WebSocket (%s): every session gets a connection", self.url, why)
         self._no_channel_until = asyncio.get_running_loop().time() + NO_CHANNEL_SECONDS
 
-    def _dialled(self, dialling: asyncio.Task[Asking | None]) -> None:
-        self._dialling = None
-        if not dialling.cancelled():
-            dialling.exception()  # whoever asked may have gone
-
     async def _listen(self, asking: Asking) -> None:
         try:
             answered = await asking.listen()
@@ -312,13 +314,13 @@ class Transport:
         if not answered:  # something on the way takes it and cannot carry it
             self._without_channel("it carried nothing")
 
-    def _drop_channel(self) -> None:
-        for task in (self._dialling, *self._listening):
-            if task is not None:
-                task.cancel()
+    def _drop_channel(self) -> list[asyncio.Task[Any]]:
+        for task in self._listening:
+            task.cancel()
+        return [*self._listening, *self._dialling.cancel()]
 
     def _unreachable(self, error: Exception) -> RemoteError:
-        return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}", retryable=True)
+        return RemoteError("connection", f"{self.url}: {unreachable(self.url, error)}")
 
 
 async def _refuse(
@@ -330,39 +332,16 @@ async def _refuse(
     raise aiohttp.TooManyRedirects(moved.request_info, (moved,), status=moved.status)
 
 
-async def result_of(shared: asyncio.Task[T], closed: RemoteError) -> T:
-    """The result of a task that others wait for too. Raises `closed` where that task was cancelled."""
-    try:
-        return await asyncio.shield(shared)
-    except asyncio.CancelledError:
-        if not shared.cancelled() or is_being_cancelled():
-            raise
-        raise closed from None
-
-
 def as_error(url: str, problem: ProblemBody) -> EnvgymError:
     """The exception for a problem: the environment's own error where it is one of ours, else a `RemoteError`."""
     what = f"{url}: {problem.detail}"
-    match problem.kind:
-        case "environment-error":
-            return _of_environment(url, problem)
-        case "environment-timeout":
-            return RemoteError("timeout", what, retryable=True)
-        case "session-not-found":
-            return RemoteError("session_lost", what, retryable=True)
-        case "server-full" | "quota-exceeded":
-            return Full(what, _pause(problem.retry_after or 1.0))
-        case "shutting-down":
-            return RemoteError("connection", what, retryable=True)
-        case "internal-error" | "too-slow" | "environment-not-found":  # it said that it serves it
-            return RemoteError("server", what, retryable=True)
-        case "unauthorized":
-            return RemoteError(
-                "refused",
-                f"{what} (the setting token_file, --token-file or --register-token-file names the file that holds it)",
-                retryable=False,
-            )
-    return RemoteError("refused", what, retryable=False)
+    if problem.kind == "environment-error":
+        return _of_environment(url, problem)
+    if problem.kind in ("server-full", "quota-exceeded"):
+        return Full(what, _pause(problem.retry_after or 1.0))
+    if problem.kind == "unauthorized":
+        what += " (the setting token_file, --token-file or --register-token-file names the file that holds it)"
+    return RemoteError(OF_PROBLEMS.get(problem.kind, "refused"), what)
 
 
 def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
@@ -370,8 +349,7 @@ def _of_environment(url: str, problem: ProblemBody) -> EnvgymError:
         return InvalidOutcome(problem.failure, problem.detail, retryable=problem.retryable)
     if problem.error in OF_ENVIRONMENTS:
         return OF_ENVIRONMENTS[problem.error](problem.detail)
-    what = f"{url}: the environment raised {problem.error}: {problem.detail}"
-    return RemoteError("environment", what, retryable=False)
+    return RemoteError("environment", f"{url}: the environment raised {problem.error}: {problem.detail}")
 
 
 def _pause(given: str | float) -> float:

@@ -14,15 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationInfo,
-    WrapSerializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationInfo, WrapSerializer
 
 from envgym.episodes.record import decode, decode_mapping, encode
 from envgym.net.problems import Line, ProblemBody
@@ -127,14 +119,14 @@ class TaskPage(Wire):
     tasks: tuple[ExactTask, ...]
 
 
-class Group(Wire):
+class GroupToScore(Wire):
     """Finished episodes of one task, to be judged together; each as `envgym.episodes.record.to_record` writes it."""
 
     task: ExactTask
     episodes: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_GROUP)
 
 
-class Verdict(Wire):
+class EpisodeVerdict(Wire):
     """The verdict on one episode: a judgement, or in `problem` why it could not be judged."""
 
     reward: float | None = None
@@ -146,7 +138,7 @@ class Verdict(Wire):
 class Verdicts(Wire):
     """One verdict for each episode, in their order; None where the environment does not judge this group."""
 
-    verdicts: tuple[Verdict, ...] | None
+    verdicts: tuple[EpisodeVerdict, ...] | None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -211,7 +203,7 @@ class Alive(Wire):
 # Registrations, from a server to a trainer
 
 
-class Registration(Wire):
+class ServerRegistration(Wire):
     """A server that a trainer may dial at `url`, without an environment's name. `instance` is drawn when its process
     starts; `leaving` says that it takes no new sessions."""
 

@@ -17,8 +17,8 @@ from envgym.errors import CallTimeout, ConfigError, DataError, InvalidStep
 from envgym.processes.pool import Processes
 from envgym.processes.threads import OwnThread
 from envgym.tasks import DataEnvConfig, DataEnvSpec, prompt_key
+from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
-from envgym.tasks.reading import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
 from envgym.types import Action, Episode, Message, Observation, Task, as_messages
 
 from .functions import Parameters, Reward, as_reward, as_rewards, conversation, prompt_text

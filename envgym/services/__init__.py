@@ -16,19 +16,6 @@ from .declarations import Chat, ChatOrPolicy, Policy, RewardEndpoint, RewardMode
 from .start import Services, check_servable, start_services
 
 __all__ = [
-    "Assessment",
-    "Chat",
-    "ChatClient",
-    "ChatOrPolicy",
-    "Client",
-    "Conversation",
-    "Policy",
-    "RewardClient",
-    "RewardEndpoint",
-    "RewardModel",
-    "Service",
-    "Services",
-    "check_servable",
-    "preference",
-    "start_services",
-]
+    "Assessment", "Chat", "ChatClient", "ChatOrPolicy", "Client", "Conversation", "Policy", "RewardClient",
+    "RewardEndpoint", "RewardModel", "Service", "Services", "check_servable", "preference", "start_services",
+]  # fmt: skip

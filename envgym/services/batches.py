@@ -26,11 +26,7 @@ class Batcher(Generic[Item, Result]):
     """
 
     def __init__(
-        self,
-        send: Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]],
-        *,
-        size: int,
-        in_flight: int = 1,
+        self, send: Callable[[list[Item]], Awaitable[Sequence[Result | Exception]]], *, size: int, in_flight: int = 1
     ) -> None:
         self._send = send
         self._size = size

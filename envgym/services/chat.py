@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net.client import JsonCaller
+from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
 from envgym.render.spelling import broken_up, by_others, rewritten
 from envgym.types import Message, as_messages
@@ -95,7 +95,7 @@ class OpenAIChatClient(ChatClient):
                 raise ConfigError(f"cache_dir: {self._cache} cannot be made: {error.strerror}") from None
         self._api = ChatCompletions(chat, self.counters)
         self._kept: OrderedDict[str, str] = OrderedDict()
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._asking: SharedCalls[str, str] = SharedCalls()
 
     async def complete(
         self, messages: Conversation, *, max_tokens: int = 512, temperature: float = 1.0, seed: int | None = None
@@ -106,9 +106,7 @@ class OpenAIChatClient(ChatClient):
         return await self._at_home(self._kept_or_asked(body) if repeatable else self._ask(body))
 
     async def close(self) -> None:
-        for task in self._asking.values():
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await self._asking.close()
         await self._api.close()
 
     async def _kept_or_asked(self, body: Mapping[str, Any]) -> str:
@@ -116,17 +114,9 @@ class OpenAIChatClient(ChatClient):
         if (kept := self._find(key)) is not None:
             self.counters["cached"] += 1
             return kept
-        if key not in self._asking:  # whoever else asks the same meanwhile waits for this one request
-            self._asking[key] = asyncio.create_task(self._ask_and_keep(key, body))
-            self._asking[key].add_done_callback(lambda task: self._answered(key, task))
-        else:
+        if key in self._asking:
             self.counters["cached"] += 1
-        return await asyncio.shield(self._asking[key])
-
-    def _answered(self, key: str, task: asyncio.Task[str]) -> None:
-        del self._asking[key]
-        if not task.cancelled():
-            task.exception()  # mark as seen: those who asked may be gone
+        return await self._asking.result(key, lambda: self._ask_and_keep(key, body))
 
     async def _ask_and_keep(self, key: str, body: Mapping[str, Any]) -> str:
         text = await self._ask(body)

@@ -1,8 +1,8 @@
 """Tasks from the user's own data: files, folders and generators, mixed, and split into train and held-out."""
 
+from .columns import Form, prompt_key
 from .config import DataConfig, SourceConfig
 from .interleave import InProportion, Interleaved
-from .reading import Form, prompt_key
 from .spec import DataEnvConfig, DataEnvSpec, FunctionTasks
 from .split import TaskSplits, load_tasks
 

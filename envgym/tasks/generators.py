@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from envgym.errors import DataError, EnvgymError
 from envgym.loading import load_function
 from envgym.types import Task
 
-from .reading import TaskReader
+from .columns import TaskReader
 from .rows import ListedRows, Row
 
 MAX_ROWS = 10_000_000
@@ -24,13 +25,9 @@ KEPT = 10_000
 
 def read_generator(target: str, limit: int | None) -> ListedRows:
     """The first `limit` rows of a generator that ends. Raises `DataError`."""
-    rows: list[Row] = []
-    for row in yielded(target):
-        if len(rows) == limit:
-            break
-        if len(rows) == MAX_ROWS:
-            raise DataError(f"{target} has yielded {MAX_ROWS:,} rows and goes on: set data.limit, or data.endless=true")
-        rows.append(row)
+    rows = list(itertools.islice(yielded(target), limit or MAX_ROWS + 1))
+    if len(rows) > MAX_ROWS:
+        raise DataError(f"{target} has yielded {MAX_ROWS:,} rows and goes on: set data.limit, or data.endless=true")
     return ListedRows(rows, target, stem_of(target))
 
 

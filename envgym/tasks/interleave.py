@@ -1,4 +1,4 @@
-"""Several task sets as one, in given proportions: endless for training, without repetition for evaluation."""
+"""Several task sets as one: one after the other; for training without end, or for evaluation, in given proportions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 from envgym.env import TaskSet
 from envgym.hashing import derived_seed
 from envgym.types import Task
+
+from .rows import locate
 
 LARGEST_BLOCK = 1000
 """Proportions are kept exactly over a block of at most so many tasks; those that need more are rounded to it."""
@@ -17,7 +20,30 @@ READ_AHEAD = 2**17
 """Tasks of a merged set without end that may be drawn from: a far one has the order made up to where it is."""
 
 
-class Interleaved(TaskSet):
+class Joined(TaskSet):
+    """Task sets one after the other. Subclasses put their tasks in another order."""
+
+    def __init__(self, parts: Sequence[TaskSet]) -> None:
+        self._parts = list(parts)
+        self._ends = list(accumulate(part.size or 0 for part in parts))
+
+    @property
+    def size(self) -> int | None:
+        sizes = [part.size for part in self._parts]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    async def get(self, index: int) -> Task:
+        if index < 0 or (self.size is not None and index >= self.size):
+            raise IndexError(index)
+        part, place = self._place(index)
+        return await self._parts[part].get(place)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of the part that has the task `index`, and the task's index in it."""
+        return locate(self._ends, index)
+
+
+class Interleaved(Joined):
     """Task sets drawn in exact proportions, without end.
 
     The order is cut into blocks, in each of which every set has its share, evenly spread, in an order of the block's
@@ -28,7 +54,7 @@ class Interleaved(TaskSet):
     def __init__(self, parts: Sequence[TaskSet], weights: Sequence[float], seed: int = 0) -> None:
         if any(part.size == 0 for part in parts):
             raise ValueError("an empty task set has nothing to interleave")
-        self._parts = list(parts)
+        super().__init__(parts)
         self._weights = list(weights)
         self._seed = seed
         self._counts = block_counts(weights)
@@ -48,14 +74,12 @@ class Interleaved(TaskSet):
     def seeded(self, seed: int) -> TaskSet:
         return Interleaved([part.seeded(seed) for part in self._parts], self._weights, seed)
 
-    async def get(self, index: int) -> Task:
-        if index < 0:
-            raise IndexError(index)
+    def _place(self, index: int) -> tuple[int, int]:
         block, slot = divmod(index, sum(self._counts))
         if block != self._block[0]:
             self._block = (block, self._order(block))
         part, place = self._block[1][slot]
-        return await self._parts[part].get(self._index(part, block * self._counts[part] + place))
+        return part, self._index(part, block * self._counts[part] + place)
 
     def _order(self, block: int) -> list[tuple[int, int]]:
         """(part, place) of each slot: a part's n places lie one in each n-th of the block, anywhere in it."""
@@ -80,14 +104,14 @@ class Interleaved(TaskSet):
         return self._epochs[part][1][place]
 
 
-class InProportion(TaskSet):
+class InProportion(Joined):
     """Task sets merged in given proportions, each in its own order and none repeated, for evaluation.
 
     A set that has come to its end is left out from there on, so that all tasks come where all sets are finite.
     """
 
     def __init__(self, parts: Sequence[TaskSet], weights: Sequence[float]) -> None:
-        self._parts = list(parts)
+        super().__init__(parts)
         self._weights = list(weights)
         # Each task falls due at a time: a set's tasks at steps of 1/weight. The order is made as far as it is read.
         self._due = [(0.5 / weight, part, 0) for part, weight in enumerate(weights) if parts[part].size != 0]
@@ -95,26 +119,18 @@ class InProportion(TaskSet):
         self._order: list[tuple[int, int]] = []
 
     @property
-    def size(self) -> int | None:
-        sizes = [part.size for part in self._parts]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    @property
     def reach(self) -> int:
         endless = [part.reach for part in self._parts if part.size is None]
         return min(*endless, READ_AHEAD) if endless else super().reach
 
-    async def get(self, index: int) -> Task:
-        if index < 0 or (self.size is not None and index >= self.size):
-            raise IndexError(index)
+    def _place(self, index: int) -> tuple[int, int]:
         while len(self._order) <= index:
             _, part, number = heapq.heappop(self._due)
             self._order.append((part, number))
             size = self._parts[part].size
             if size is None or number + 1 < size:
                 heapq.heappush(self._due, ((number + 1.5) / self._weights[part], part, number + 1))
-        part, number = self._order[index]
-        return await self._parts[part].get(number)
+        return self._order[index]
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:

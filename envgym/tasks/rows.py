@@ -51,17 +51,19 @@ class Rows(ABC):
         for index in range(len(self)):
             yield self[index]
 
-    def line(self, index: int) -> int:
-        """The number people know a row by, from 1."""
-        return index + 1
+    def origin(self, index: int) -> tuple[str, str, int]:
+        """The row's source, the stem of its id, and its line there, from 1."""
+        return self._source, self._stem, index + 1
 
     def where(self, index: int) -> str:
         """The file that holds the row, and its line there."""
-        return f"{self._source}:{self.line(index)}"
+        source, _, line = self.origin(index)
+        return f"{source}:{line}"
 
     def name(self, index: int) -> str:
         """The id of a task made of the row where no field says."""
-        return f"{self._stem}-{self.line(index)}"
+        _, stem, line = self.origin(index)
+        return f"{stem}-{line}"
 
 
 class JsonLines(Rows):
@@ -96,8 +98,8 @@ class JsonLines(Rows):
             raise DataError(f"{self.where(index)}: a row is one JSON object, {{…}}, not a {kind}")
         return row
 
-    def line(self, index: int) -> int:
-        return self._lines[index]
+    def origin(self, index: int) -> tuple[str, str, int]:
+        return self._source, self._stem, self._lines[index]
 
     def text(self, index: int) -> str:
         """A line as it stands in the file."""
@@ -164,28 +166,16 @@ class ChainedRows(Rows):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Row:
-        part, inside = self._find(index)
-        return part[inside]
+        number, inside = locate(self._ends, index)
+        return self._parts[number][inside]
 
     def __iter__(self) -> Iterator[Row]:
         for part in self._parts:
             yield from part
 
-    def line(self, index: int) -> int:
-        part, inside = self._find(index)
-        return part.line(inside)
-
-    def where(self, index: int) -> str:
-        part, inside = self._find(index)
-        return part.where(inside)
-
-    def name(self, index: int) -> str:
-        part, inside = self._find(index)
-        return part.name(inside)
-
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def origin(self, index: int) -> tuple[str, str, int]:
         number, inside = locate(self._ends, index)
-        return self._parts[number], inside
+        return self._parts[number].origin(inside)
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:

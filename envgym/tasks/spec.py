@@ -10,8 +10,8 @@ from envgym.env import EnvConfig, EnvSpec, TaskSet
 from envgym.errors import ConfigError
 from envgym.types import Task
 
+from .columns import USUAL_FIELDS, Form, UsualFields
 from .config import DataConfig
-from .reading import USUAL_FIELDS, Form, UsualFields
 from .split import TaskSplits, load_tasks
 
 

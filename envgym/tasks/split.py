@@ -9,18 +9,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 from envgym.env import ListTasks, TaskSet
 from envgym.errors import DataError
 from envgym.types import Task
 
+from .columns import KEYS, USUAL_FIELDS, Form, TaskReader, UsualFields, key_of
 from .config import DataConfig, SourceConfig, is_generator
 from .generators import EndlessTasks, read_generator
-from .interleave import InProportion, Interleaved
-from .reading import KEYS, USUAL_FIELDS, Form, TaskReader, UsualFields, key_of
-from .rows import Rows, locate, open_rows, test_split_of
+from .interleave import InProportion, Interleaved, Joined
+from .rows import Rows, open_rows, test_split_of
 
 _Reader = Callable[..., TaskReader]
 """Makes the reader of a source's rows: `reader(settings, prefix=…)`."""
@@ -60,7 +59,7 @@ def load_tasks(
         return TaskSplits(trains[0], tests[0])
     weights = [source.weight for source in config.sources.values() if source.weight is not None]
     test = InProportion(tests, weights if len(tests) == len(weights) else [1.0 + (part.size or 0) for part in tests])
-    return TaskSplits(Interleaved(trains, weights) if weights else _Joined(trains), test)
+    return TaskSplits(Interleaved(trains, weights) if weights else Joined(trains), test)
 
 
 @dataclass(slots=True)
@@ -94,8 +93,8 @@ class _File:
             task, key = self.reader.read_with_key(row, self.rows.where(index), self.rows.name(index))
             self.keys.append(key)
             if settings.id is not None and (other := seen.setdefault(task.id, index)) != index:
-                where, line = self.rows.where(index), self.rows.line(other)
-                raise DataError(f"{where}: the id {task.id!r} is also that of line {line}")
+                line = self.rows.origin(other)[2]
+                raise DataError(f"{self.rows.where(index)}: the id {task.id!r} is also that of line {line}")
         if not self.keys:
             raise DataError(f"{path} holds no rows")
 
@@ -176,10 +175,7 @@ class _Finite(_Source):
         dropped = sum(key in held_out and key not in self._own for key in keys)
         if dropped:
             logging.getLogger(__name__).warning(
-                "%d of the %d tasks of %s are held out elsewhere: they are not trained on",
-                dropped,
-                len(keys),
-                path,
+                "%d of the %d tasks of %s are held out elsewhere: they are not trained on", dropped, len(keys), path
             )
         return self._file.tasks(left)
 
@@ -227,19 +223,3 @@ class RowTasks(TaskSet):
     async def get(self, index: int) -> Task:
         number = self._indices[index]
         return self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
-
-
-class _Joined(TaskSet):
-    """The tasks of several finite sets, one after the other."""
-
-    def __init__(self, parts: Sequence[TaskSet]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(part.size or 0 for part in parts))
-
-    @property
-    def size(self) -> int:
-        return self._ends[-1]
-
-    async def get(self, index: int) -> Task:
-        number, inside = locate(self._ends, index)
-        return await self._parts[number].get(inside)

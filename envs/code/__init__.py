@@ -14,7 +14,7 @@ from envgym.env import Env, Info, ListTasks, StepResult, TaskSet
 from envgym.errors import DataError
 from envgym.sandbox import Limits, Sandbox
 from envgym.tasks import DataEnvConfig, DataEnvSpec, FunctionTasks
-from envgym.tasks.reading import ANSWER_FIELDS, PROMPT_FIELDS
+from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS
 from envgym.types import Action, Message, Task, as_messages
 
 from .cases import Case, read_cases

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from envgym import registry
 from envgym.env import CheckedEnv, EnvConfig, EnvSpec, Info, TaskSet
-from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded, UnknownKey, did_you_mean
+from envgym.env.checked import posed_task
+from envgym.errors import ConfigError, EnvgymError, ResetNeeded, UnknownKey, did_you_mean
 from envgym.hashing import text_hash
 from envgym.settings import Settings
 from envgym.tasks import InProportion, Interleaved
@@ -24,7 +25,7 @@ ANY_TURNS = "tool_calling"
 """The agent that plays environments with tools, and without tools all those of `TURNS`."""
 
 
-class Member(Settings):
+class MixtureMember(Settings):
     """One environment of the mixture, with its own settings beside these."""
 
     model_config = ConfigDict(extra="allow")
@@ -38,7 +39,7 @@ class Member(Settings):
 class MixtureConfig(EnvConfig):
     members: dict[
         Annotated[str, Field(pattern=r"^[\w-]+$")],
-        Annotated[Member, BeforeValidator(lambda value: {"env": value} if isinstance(value, str) else value)],
+        Annotated[MixtureMember, BeforeValidator(lambda value: {"env": value} if isinstance(value, str) else value)],
     ] = Field({})
     """The environments by name: `members.NAME.env`, `members.NAME.weight` and the environment's own settings."""
 
@@ -58,14 +59,12 @@ class Mixture(EnvSpec):
         if self.config.concurrency is not None:
             raise ConfigError(f"environment {id} has no limit of its own: set env.members.NAME.concurrency")
         self.members = {name: self._make_member(name, member) for name, member in self.config.members.items()}
-        # Written out, so that a saved configuration holds every setting of every member.
-        self.config.members = {
-            name: Member(env=spec.id, weight=self.config.members[name].weight, **spec.config.model_dump(mode="json"))
-            for name, spec in self.members.items()
-        }
+        for name, spec in self.members.items():  # a saved configuration holds every setting of every member
+            weight, settings = self.config.members[name].weight, spec.config.model_dump(mode="json")
+            self.config.members[name] = MixtureMember(env=spec.id, weight=weight, **settings)
         self._task_sets: dict[str, TaskSet] = {}
 
-    def _make_member(self, name: str, member: Member) -> EnvSpec:
+    def _make_member(self, name: str, member: MixtureMember) -> EnvSpec:
         try:
             spec = registry.spec(member.env, **(member.model_extra or {}))
         except UnknownKey as error:  # its hint is of the member's own settings
@@ -145,13 +144,9 @@ class Mixture(EnvSpec):
         if split not in self._task_sets:
             members = [MemberTasks(name, spec.tasks(split)) for name, spec in self.members.items()]
             weights = [member.weight for member in self.config.members.values()]
-            if split == "train":
-                for tasks in members:
-                    if tasks.size == 0:
-                        raise ConfigError(f"member {tasks.name!r} of environment {self.id} has no training tasks")
-                self._task_sets[split] = Interleaved(members, weights)
-            else:
-                self._task_sets[split] = InProportion(members, weights)
+            if split == "train" and (empty := [tasks.name for tasks in members if tasks.size == 0]):
+                raise ConfigError(f"member {empty[0]!r} of environment {self.id} has no training tasks")
+            self._task_sets[split] = (Interleaved if split == "train" else InProportion)(members, weights)
         return self._task_sets[split]
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
@@ -174,10 +169,8 @@ class MixtureEnv(CheckedEnv):
     spec: Mixture
 
     def __init__(self, spec: Mixture) -> None:
-        self.spec = spec
-        self.env = self
         self.rng = random.Random()
-        self.task: Task | None = None
+        super().__init__(self, spec)
         self._member: CheckedEnv | None = None
 
     async def acquire(self) -> None:
@@ -189,12 +182,7 @@ class MixtureEnv(CheckedEnv):
         await self.spec.ensure_setup()
         if seed is not None:
             self.rng.seed(seed)
-        task = (options or {}).get("task")
-        if task is None:
-            task = await self._draw_task(self.rng.getrandbits(31))
-        elif not isinstance(task, Task):
-            raise InvalidStep(f"options['task'] must be a Task, not {type(task).__name__}")
-        self.task = task
+        self.task = task = posed_task(options) or await self._draw_task(self.rng.getrandbits(31))
         spec = self.spec.of(task)
         if self._member is None or self._member.spec is not spec:
             await self.close()

@@ -250,13 +250,13 @@ CORRECTED: Mapping[str, Callable[[str, Entry], float]] = {
 }
 
 
-class Refused(ValueError):
+class RefusedExpression(ValueError):
     """An answer that is not data."""
 
 
 @contextmanager
 def answers_are_data() -> Iterator[None]:
-    """Within, `eval` raises `Refused` for anything but data."""
+    """Within, `eval` raises `RefusedExpression` for anything but data."""
     builtins.eval = _guarded
     try:
         yield
@@ -266,7 +266,7 @@ def answers_are_data() -> Iterator[None]:
 
 def _guarded(source: Any, globals: Any = None, locals: Any = None) -> Any:
     if not isinstance(source, str):
-        raise Refused("compiled code")
+        raise RefusedExpression("compiled code")
     source = source.strip()
     names = {**(globals or {}), **(locals or {})}
     _check(ast.parse(source, mode="eval").body, names)
@@ -274,18 +274,18 @@ def _guarded(source: Any, globals: Any = None, locals: Any = None) -> Any:
 
 
 def _check(node: ast.AST, names: Mapping[str, Any]) -> None:
-    """Raise `Refused` unless an expression is arithmetic on numbers and on what sympy offers."""
+    """Raise `RefusedExpression` unless an expression is arithmetic on numbers and on what sympy offers."""
     if isinstance(node, ast.Name):
         if not _is_mathematics(names.get(node.id)):
-            raise Refused(node.id)
+            raise RefusedExpression(node.id)
     elif isinstance(node, ast.Call):
         if not isinstance(node.func, ast.Name):
-            raise Refused("a call of something computed")
+            raise RefusedExpression("a call of something computed")
     elif isinstance(node, ast.BinOp):
         if isinstance(node.op, ast.Pow):
             _check_exponent(node.right)
     elif not isinstance(node, ALLOWED):
-        raise Refused(type(node).__name__)
+        raise RefusedExpression(type(node).__name__)
     for part in ast.iter_child_nodes(node):
         _check(part, names)
 
@@ -294,9 +294,9 @@ def _check_exponent(exponent: ast.AST) -> None:
     """Towers of powers take for ever."""
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
-            raise Refused("a power in an exponent")
+            raise RefusedExpression("a power in an exponent")
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > LARGEST_EXPONENT:
-            raise Refused("an exponent of more than four digits")
+            raise RefusedExpression("an exponent of more than four digits")
 
 
 def _is_mathematics(value: Any) -> bool:

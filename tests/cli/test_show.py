@@ -108,7 +108,7 @@ def test_what_a_model_says_does_not_command_the_terminal(show, tmp_path):
             ["first", "--task", "12+35"],
             "step 2 has no episode of task '12+35'. Did you mean '12+34'? Its tasks: 12+34,",
         ),
-        (["first", "step=3"], "envgym show has no settings: leave out 'step=3'"),
+        (["first", "step=3"], "envgym show has no settings: leave out step=3"),
         (["first", "3"], "'3' is neither an option nor a key=value setting"),
         (["taught"], "taught holds no episodes: it has taken no step, or learned from recorded data only"),
         (["a.txt"], "a.txt: episodes are read from files that end with"),

@@ -12,7 +12,7 @@ import pytest
 
 from envgym import errors, registry
 from envgym.envs.reasoning_gym import extracted, tagged, without_length_ratio
-from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, Refused, answers_are_data
+from envgym.envs.reasoning_gym.datasets import TEST_START, Datasets, RefusedExpression, answers_are_data
 from envgym.types import Action, Task
 
 TARGET = "envgym.envs.reasoning_gym:ReasoningGym"
@@ -198,9 +198,9 @@ def test_an_answer_is_not_run(program):
     import sympy
 
     with answers_are_data():
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedExpression):
             eval(program)
-        with pytest.raises((Refused, ValueError, SyntaxError)):
+        with pytest.raises((RefusedExpression, ValueError, SyntaxError)):
             sympy.parse_expr(program)
     assert eval("len('abc')") == 3  # outside all is as it was
 

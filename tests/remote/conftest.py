@@ -24,7 +24,7 @@ import pytest
 import envgym.registry as registry
 from envgym.env import EnvSpec
 from envgym.net.tokens import Tokens
-from envgym.remote.admission import Limits
+from envgym.remote.admission import ServerLimits
 from envgym.remote.application import Application
 
 GAME = Path(__file__).with_name("game.py")
@@ -160,10 +160,10 @@ def unruly() -> Callable[..., contextlib.AbstractAsyncContextManager[tuple[str, 
 
     @contextlib.asynccontextmanager
     async def unruly(
-        limits: Limits | None = None, tokens: Tokens | None = None, **settings: Any
+        limits: ServerLimits | None = None, tokens: Tokens | None = None, **settings: Any
     ) -> AsyncIterator[tuple[str, Application, EnvSpec]]:
         spec = registry.spec(f"{GAME.with_name('unruly.py')}:UnrulySpec", **settings)
-        application = Application({"game": spec}, limits or Limits(), tokens)
+        application = Application({"game": spec}, limits or ServerLimits(), tokens)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()

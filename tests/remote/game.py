@@ -127,7 +127,7 @@ class Dice(Env):
 
 
 async def main() -> None:
-    from envgym.remote.admission import Limits
+    from envgym.remote.admission import ServerLimits
     from envgym.remote.server import serve
 
     settings = dict(word.split("=", 1) for word in sys.argv[2:])
@@ -139,7 +139,7 @@ async def main() -> None:
         "127.0.0.1",
         port,
         on_ready=lambda url: print(url, flush=True),
-        limits=Limits(**{"drain_seconds": 0.5, **limits}),
+        limits=ServerLimits(**{"drain_seconds": 0.5, **limits}),
         token_file=None if tokens is None else Path(tokens),
     )
 

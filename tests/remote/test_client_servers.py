@@ -165,7 +165,7 @@ def test_an_environment_that_refuses_a_reset_is_no_reason_to_leave_its_server(ga
         before = await counted(game.url, "envgym_sessions_opened_total")
         async with meddling(game.url) as other, registry.spec("game", urls=[game.url, other]) as spec:
             first = spec.replicas.all[0]
-            first.is_down()
+            first.mark_down()
             first.try_after(0)
             env = spec.make()
             with pytest.raises(RemoteError, match="the dice are gone"):
@@ -187,7 +187,7 @@ def test_a_server_that_came_back_with_other_tasks_is_refused_however_often_it_is
             server.process.kill()
             server.process.wait()
             await asyncio.to_thread(start, "GuessSpec", f"port={urlsplit(server.url).port}", "n=3")
-            spec.replicas.all[0].is_down()
+            spec.replicas.all[0].mark_down()
             for _ in range(2):
                 env = spec.make()
                 with pytest.raises(RemoteError, match="serves other tasks") as raised:

@@ -19,7 +19,7 @@ import envgym.registry as registry
 from envgym.errors import ConfigError, EnvgymError, InvalidStep, ResetNeeded
 from envgym.net.problems import Problem
 from envgym.net.tokens import ANYONE
-from envgym.remote.admission import Limits
+from envgym.remote.admission import ServerLimits
 from envgym.remote.application import Application
 from envgym.remote.server import serve
 from envgym.remote.transport import RemoteError
@@ -195,7 +195,7 @@ def test_leases_run_out_but_not_while_the_environment_is_at_work(monkeypatch):
     async def main() -> None:
         nonlocal now
         async with registry.spec(f"{GAME}:GuessSpec", meeting=2) as spec:
-            application = Application({"game": spec}, Limits(lease_seconds=5.0), None)
+            application = Application({"game": spec}, ServerLimits(lease_seconds=5.0), None)
             sessions = application.sessions
             idle, busy, kept = (
                 sessions.open(ANYONE, Opening(session_id=name, seed=0)) for name in ("idle", "busy", "kept")

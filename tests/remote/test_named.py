@@ -136,7 +136,7 @@ def test_a_file_of_names_that_is_broken_stands_in_nobodys_way(tmp_path):
 
 
 def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game, tmp_path):
-    named.add("user", "numbers", named.Registered(urls=(f"{game.url}/game",)))
+    named.add("user", "numbers", named.NamedEnvironment(urls=(f"{game.url}/game",)))
     Path("envgym.yaml").write_text("environments: {far: {url: http://127.0.0.1:1/x}}")
     status, out, err = run("list")
     assert status == 0
@@ -159,7 +159,7 @@ def test_a_broken_file_hides_neither_what_is_installed_nor_the_nearest_name(game
 
 
 def test_a_name_has_either_versions_or_none(game):
-    named.add("user", "far", named.Registered(urls=(f"{game.url}/game",)))
+    named.add("user", "far", named.NamedEnvironment(urls=(f"{game.url}/game",)))
     status, _, err = run("add", "far-v2", f"{game.url}/game", "--project")
     assert (status, "beside 'far': give all of a name's ids a version, or none" in err) == (2, True)
     entries = {"far-v2": {"urls": ["http://127.0.0.1:1/x"]}, "far": {"urls": ["http://127.0.0.1:2/x"]}}
@@ -182,23 +182,23 @@ def test_other_entries_stay_as_they_are():
     file = Path("envgym.yaml")
     others = "small: {urls: ['http://127.0.0.1:1/x'], token_file: keys/c, ca_file: ~/ca.pem}"
     file.write_text(f"# of our lab\nenvironments: {{{others}}}")
-    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:3/x",)))
+    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
     mine = {"mine": {"urls": ["http://127.0.0.1:3/x"]}}
     assert yaml.safe_load(file.read_text()) == {"environments": {**yaml.safe_load(others), **mine}}
-    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:4/x",)))
+    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:4/x",)))
     assert named.read("project")["mine"].urls == ("http://127.0.0.1:4/x",)
     named.remove("project", "mine")
     assert yaml.safe_load(file.read_text()) == {"environments": yaml.safe_load(others)}
     named.remove("project", "small")
     assert named.read("project") == {}
-    named.add("project", "mine", named.Registered(urls=("http://127.0.0.1:3/x",)))
+    named.add("project", "mine", named.NamedEnvironment(urls=("http://127.0.0.1:3/x",)))
     assert set(named.read("project")) == {"mine"}
 
 
 def test_names_that_are_added_at_once_are_all_there():
     code = (
         "import sys; from envgym.remote import named as r\n"
-        "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.Registered(urls=('http://127.0.0.1:1/x',)))"
+        "for n in range(30): r.add('user', f'{sys.argv[1]}{n}', r.NamedEnvironment(urls=('http://127.0.0.1:1/x',)))"
     )
     children = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "ab"]
     assert [child.wait(60) for child in children] == [0, 0]

@@ -17,8 +17,8 @@ import pytest
 import envgym.registry as registry
 from envgym.episodes.record import to_record
 from envgym.errors import CallTimeout
-from envgym.remote.admission import Limits
-from envgym.remote.wire import Group
+from envgym.remote.admission import ServerLimits
+from envgym.remote.wire import GroupToScore
 from envgym.types import Action, Episode, Outcome, Task
 
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
@@ -119,7 +119,7 @@ def test_what_tasks_and_judges_raise_is_no_end_of_the_server_either(unruly, chan
 
 def test_the_reaper_outlives_what_environments_raise_when_they_are_closed(unruly):
     async def main(how: str) -> None:
-        async with unruly(Limits(lease_seconds=0.1), close=how) as (url, application, _):
+        async with unruly(ServerLimits(lease_seconds=0.1), close=how) as (url, application, _):
             for number in (1, 2):  # the second finds the reaper at work still
                 assert (await ask(url, "POST", "/v1/sessions", opening(f"s{number}")))[0] == 200
                 await until_closed(url, "lease", number)
@@ -180,7 +180,9 @@ def test_a_group_is_judged_once_however_many_are_judged_at_once(unruly):
 
             async def judged(number: int) -> bytes:
                 asked = group(f"t{number}")
-                return await hosted.score_group("anyone", Group.model_validate(asked), json.dumps(asked).encode())
+                return await hosted.score_group(
+                    "anyone", GroupToScore.model_validate(asked), json.dumps(asked).encode()
+                )
 
             first, *_, again = await asyncio.gather(*map(judged, range(groups)), judged(0))
             assert first == again
@@ -227,7 +229,7 @@ def test_a_lease_begins_anew_when_the_environment_has_answered(unruly, monkeypat
 
     async def main() -> None:
         nonlocal now
-        async with unruly(Limits(lease_seconds=3.0), reset_seconds=0.1) as (url, application, spec):
+        async with unruly(ServerLimits(lease_seconds=3.0), reset_seconds=0.1) as (url, application, spec):
             for path, body, at_work in (
                 ("", opening("s"), lambda: spec.instances),
                 ("/s/step", step(0, "take 0.1"), lambda: spec.long_steps),
@@ -248,7 +250,7 @@ def test_a_lease_begins_anew_when_the_environment_has_answered(unruly, monkeypat
 
 def test_an_environment_that_is_still_closing_takes_its_place(unruly):
     async def main() -> None:
-        async with unruly(Limits(max_sessions=1), close_seconds=0.3) as (url, _, spec):
+        async with unruly(ServerLimits(max_sessions=1), close_seconds=0.3) as (url, _, spec):
             for number in range(3):
                 statuses = []
                 while 200 not in statuses:
@@ -286,7 +288,11 @@ def test_no_step_is_taken_while_the_environment_is_at_work(unruly):
 
 def test_an_environment_that_takes_longer_than_the_servers_limit_is_a_504(unruly):
     async def main() -> None:
-        async with unruly(Limits(call_seconds=0.1), reset_seconds=60, judge_seconds=60, page="wait") as (url, _, _):
+        async with unruly(ServerLimits(call_seconds=0.1), reset_seconds=60, judge_seconds=60, page="wait") as (
+            url,
+            _,
+            _,
+        ):
             for method, path, body in (
                 ("POST", "/v1/sessions", opening("s", task={"id": "t"})),
                 ("POST", "/v1/envs/game/score_group", group()),
@@ -339,7 +345,7 @@ def test_a_server_that_is_asked_to_stop_answers_what_it_was_asked_before(unruly,
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as clients:
-            limits = Limits(drain_seconds=1000)
+            limits = ServerLimits(drain_seconds=1000)
             async with unruly(limits, judge_seconds=0.3) as (url, application, spec), asyncio.timeout(60):
                 asked: tuple[Any, ...] = ("POST", "/v1/envs/game/score_group", group())
                 if way == "http":
@@ -362,7 +368,7 @@ def test_what_takes_longer_than_a_server_may_drain_does_not_hold_it_up(unruly, c
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as clients:
-            async with unruly(Limits(drain_seconds=0.05), judge_seconds=6.0) as (url, application, spec):
+            async with unruly(ServerLimits(drain_seconds=0.05), judge_seconds=6.0) as (url, application, spec):
                 asked: tuple[Any, ...] = ("POST", "/v1/envs/game/score_group", group())
                 if way == "http":
                     judging = asyncio.create_task(ask(url, *asked))

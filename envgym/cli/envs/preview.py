@@ -38,7 +38,8 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
     from envgym.monitoring.terminal import open_display
     from envgym.training.new_model import make_model
 
-    config = resolve({"do": "rollout", **parse_words(words), "env": {"name": env, **_own(words)}})
+    settings = parse_words(words)
+    config = resolve({"do": "rollout", **settings, "env": {"name": env, **settings.get("env", {})}})
     stage = config.stages[-1]
     with open_display() as display:
         model = await fetch_model(stage.model, config, display, make_model)
@@ -53,11 +54,6 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
         console.print(await _lengths(spec, agent, split, seed), style=NOT_TAUGHT)
         for member in range(spec.recordings):
             await _show(spec, agent, chosen, seed, member, console)
-
-
-def _own(words: Sequence[str]) -> dict[str, object]:
-    own = parse_words(words).get("env", {})
-    return dict(own) if isinstance(own, dict) else {}
 
 
 async def _lengths(spec: EnvSpec, agent: Agent, split: str, seed: int) -> str:

@@ -43,7 +43,7 @@ def add_main(arguments: Sequence[str]) -> int:
     name = registry.check_beside(options.name, registry.list_ids())
     files = {"token_file": options.token_file, "ca_file": options.ca_file}
     absolute = {name: path and path.expanduser().absolute() for name, path in files.items()}
-    entry = named.Registered(urls=tuple(options.urls), **absolute)
+    entry = named.NamedEnvironment(urls=tuple(options.urls), **absolute)
     description = asyncio.run(_reach(RemoteEnvSpec(name, **entry.settings())))
     scope: Scope = "project" if options.project else "user"
     known = name in named.read(scope)

@@ -89,21 +89,16 @@ class TaskReader:
         return task, asked
 
     def _prompt_field(self, row: Row, where: str) -> str | None:
-        names = self._source.prompt
         template = self._source.template
         if template is not None and "" not in [name for _, name, _, _ in Formatter().parse(template)]:
             return None  # it names all the fields it is made of
-        if len(names) == 1:
-            return names[0]
-        return _first(row, names or self._usual_prompts, "prompt", where)
+        return _field(row, self._source.prompt, self._usual_prompts, "prompt", where)
 
     def _answer_field(self, row: Row, where: str) -> str | None:
         names = self._source.answer
-        if len(names) == 1:
-            return names[0]
         if not names and not self._answer_required and not any(name in row for name in self._usual_answers):
             return None
-        return _first(row, names or self._usual_answers, "answer", where)
+        return _field(row, names, self._usual_answers, "answer", where)
 
     def _answer(self, row: Row, name: str | None, where: str) -> Any:
         if name is None:
@@ -142,8 +137,11 @@ def _key(messages: Iterable[Message]) -> int:
     return key_of("\n".join(words))
 
 
-def _first(row: Row, names: Sequence[str], role: str, where: str) -> str:
-    for name in names:
+def _field(row: Row, names: Sequence[str], usual: Sequence[str], role: str, where: str) -> str:
+    """The name of a field: the one that is given, or the first of several that the row has."""
+    if len(names) == 1:
+        return names[0]
+    for name in names or usual:
         if name in row:
             return name
     raise DataError(f"{where}: no {role} field; the row has {_list(row)}: say which it is with data.{role}=FIELD")
