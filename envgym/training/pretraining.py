@@ -75,9 +75,9 @@ class Pretraining:
         self._cursor.load_state(state)
 
 
-def spread(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Rows dealt out to `parts` optimizer steps, as evenly as their number allows."""
-    return [list(rows[index::parts]) for index in range(parts)]
+def spread(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Samples dealt out to `parts` optimizer steps, as evenly as their number allows."""
+    return [list(samples[index::parts]) for index in range(parts)]
 
 
 class _Documents(TaskSet):
