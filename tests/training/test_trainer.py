@@ -66,7 +66,7 @@ class World:
     """Runner, workers and sync of a loop, which meet `error` at a place of the third step: `roll_out`, `score`,
     `learn`, `sync`, or `evaluate`, which comes after the second."""
 
-    info: ClassVar[dict[str, Any]] = {}
+    info = SimpleNamespace(flops=lambda samples: 0.0, peak_flops=None)
     settings = SimpleNamespace(ranks=1)
 
     def __init__(self, error: Exception | None = None, where: str = "") -> None:
