@@ -21,6 +21,7 @@ from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check
 from envgym.errors import ConfigError, WorkerError
 from envgym.models.weights_file import Bucket, Update
 from envgym.types import StopReason, VersionSpan
+from envgym.workers.config import number_format
 
 from .model_folder import check_model_folder, end_tokens
 from .spec import EngineSpec
@@ -70,9 +71,7 @@ class TransformersEngine:
     def __init__(self, spec: EngineSpec) -> None:
         check_model_folder(spec.model)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = spec.dtype
-        if dtype == "auto":
-            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
+        dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
         except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:

@@ -18,6 +18,7 @@ from envgym.engine import EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import Bucket, Update, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
+from envgym.workers.config import number_format
 
 from .model_folder import check_model_folder, end_tokens
 from .spec import EngineSpec
@@ -355,7 +356,7 @@ def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": spec.model,
         "runner": "generate",
-        "dtype": ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype,
+        "dtype": number_format(spec.dtype, on_cpu=cpu),
         "max_model_len": spec.max_model_len,
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",

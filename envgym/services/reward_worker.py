@@ -13,6 +13,7 @@ from envgym.render import TextRenderer, make_renderer
 from envgym.render.spelling import after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
+from envgym.workers.config import WorkersConfig, number_format
 
 from .client import Text
 from .declarations import RewardModel
@@ -39,15 +40,12 @@ class RewardWorker:
         if deterministic:
             be_deterministic()
         self._device = _roomiest_device()
-        dtype = declared.dtype
-        if dtype == "auto":
-            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._name = _find_model(declared.model)
         self._batch_size = 1 if deterministic else declared.batch_size
         self._cuts = declared.too_long == "cut"
-        loaded = _load(self._name, dtype).eval()
+        loaded = _load(self._name, number_format(declared.dtype, on_cpu=self._device.type == "cpu")).eval()
         self._config = loaded.config.get_text_config()
         self._model = _offloaded(loaded, self._device) if declared.offload else loaded.to(self._device)
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._name)
@@ -184,7 +182,6 @@ def _load(name: str, dtype: str) -> Any:
 def _offloaded(model: Any, device: Any) -> Any:
     """The model behind DeepSpeed's ZeRO 3 of one rank, with its weights in the CPU's memory."""
     from envgym.workers import zero
-    from envgym.workers.config import WorkersConfig
 
     zero.join(None, 0, 1, device)
     json = zero.config(WorkersConfig(offload_parameters=True), None, model.dtype, device)

@@ -13,13 +13,13 @@ import torch
 from envgym.errors import RunError
 
 from . import checkpoint, reshard
+from .config import WorkersConfig, number_format
 from .export import WeightExport
 from .parameters import averaged_parameters
 
 if TYPE_CHECKING:
     from envgym.learner import Learner
 
-    from .config import WorkersConfig
     from .optimizer import MovingAverage
     from .spec import WorkerSpec
 
@@ -39,9 +39,7 @@ class ModelState(WeightExport):
     @property
     def dtype(self) -> torch.dtype:
         """The number format of the weights."""
-        if self.settings.dtype == "auto":
-            return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        dtype: torch.dtype = getattr(torch, number_format(self.settings.dtype, on_cpu=self.device.type == "cpu"))
         return dtype
 
     def export_adapter(self, folder: str) -> None:

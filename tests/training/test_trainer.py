@@ -46,10 +46,10 @@ class Learner:
     def prepare(self, groups: Any) -> list[TrainSample]:
         return [sample for group in groups for trajectory in group for sample in trajectory.samples]
 
-    def denominators(self, rows: Any) -> dict[str, float]:
+    def denominators(self, samples: Any) -> dict[str, float]:
         return {}
 
-    def metrics(self, rows: Any) -> dict[str, float]:
+    def metrics(self, samples: Any) -> dict[str, float]:
         return {}
 
     def observe(self, record: Any) -> None:
