@@ -54,10 +54,10 @@ class KTO(Learner):
         samples = []
         for trajectory in members:
             assert trajectory.episode.reward is not None, "a labelled answer has a reward"
+            constants = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
             for sample in trajectory.samples:
                 sample.objective = Objective.LABEL
-                of_episode = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
-                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in of_episode.items()}
+                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in constants.items()}
                 del sample.arrays["actor"]
                 samples.append(sample)
         return samples

@@ -71,16 +71,17 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         temperatures: torch.Tensor,
         others: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [B, T] each: `logprobs` and, in training mode, `entropy`; or `values`. Where experts are
-        balanced, training mode adds the scalar `balance`. `others` [B, T, K] are tokens in the place of token t whose
-        log-probabilities are asked for too: `others`, float32 [B, T, K]. With `top_k`, `likeliest` alone: float32
-        [B, T, k, 2] log-probabilities of the tokens that are likeliest in the place of token t, and their ids.
+        """Outputs by name, float32:
+
+        logprobs   [B, T]; in training mode with `entropy` [B, T]; 0 for tokens that are not `wanted`, and at t = 0
+        others     [B, T, K] beside them, the log-probabilities of the tokens that `others` [B, T, K] has in place of t
+        likeliest  [B, T, k, 2] instead of them with `top_k`: the likeliest tokens' log-probabilities, and their ids
+        values     [B, T] with a scalar head, of all tokens; 0 for padding, if packed
+        balance    a scalar more in training mode, where experts are balanced
 
         token_ids [B, T] are rows of `lengths` [B], padded on the right: attention is causal, so no real token ever
-        sees padding and no mask is needed. `wanted` [B, T] bool: tokens that are asked about; for the others, and
-        t = 0, both numbers are 0, and nothing is computed of them beyond hidden states. `temperatures` [B, T] divide
-        the logits that predict each token. With a scalar head all values come (0 for padding, if packed) and both are
-        ignored.
+        sees padding and no mask is needed. wanted [B, T] bool; of the other tokens nothing is computed beyond hidden
+        states. temperatures [B, T] divide the logits that predict each token.
         """
         length = token_ids.shape[1]
         real = torch.arange(length, device=token_ids.device) < lengths[:, None]
