@@ -23,11 +23,12 @@ import numpy as np
 from record import conditions, store, table
 
 from envgym.errors import EnvgymError
-from envgym.learner import TrainSample
+from envgym.learner import RoleSpec, TrainSample
 from envgym.processes.local import LocalRuntime
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 
 VOCABULARY = 32000
 MUON = {"optimizer": "muon", "muon_lr": 1e-3}
@@ -108,9 +109,7 @@ async def measure(case: Case, model: str, options: argparse.Namespace, logs: Pat
     runtime = LocalRuntime(logs)
     try:
         workers = WorkersConfig.model_validate(settings)
-        group = await WorkerGroup.start(
-            runtime, role="actor", model=model, settings=workers, learner="sft", learner_config=learner
-        )
+        group = await WorkerGroup.start(runtime, WorkerSpec("actor", model, RoleSpec(trained=True), learner, workers))
         logged, seconds, tokens = [], [], []
         for step in range(options.steps):
             rows = make_rows(options.rows, options.length, step)
@@ -119,7 +118,7 @@ async def measure(case: Case, model: str, options: argparse.Namespace, logs: Pat
             logged.append(await group.accumulate(rows, {Objective.CROSS_ENTROPY: total}) | await group.step(options.lr))
             seconds.append(time.perf_counter() - began)
             tokens.append(sum(len(row.token_ids) for row in rows))
-        device = group.info["device"]
+        device = group.info.device
         await group.close()
     finally:
         await runtime.close()

@@ -55,9 +55,10 @@ PARENTS = {
 """,
     "engines": """
     from envgym.engines import TARGETS
+    from envgym.engines.spec import EngineSpec
     from envgym.processes.local import LocalRuntime
     runtime = LocalRuntime(tempfile.mkdtemp())
-    engine = await runtime.start(TARGETS["vllm"], {"model": sys.argv[1]}, name="engine")
+    engine = await runtime.start(TARGETS["vllm"], {"spec": EngineSpec(sys.argv[1])}, name="engine")
 """,
 }
 SERVED = (str(Path(sys.executable).with_name("envgym")), "serve", "math_verify", "code", "--port", "0")

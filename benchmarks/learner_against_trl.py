@@ -142,15 +142,17 @@ def run(side: str, model: str, rows: Path, steps: int) -> dict[str, Any]:
 
 def measured(model: str, path: Path, steps: int) -> dict[str, Any]:
     """Our side: seconds and gradient norms of optimizer steps on the rows; tokens computed with, padding included."""
-    from envgym.learner import TrainSample, trajectories
+    from envgym.learner import RoleSpec, TrainSample, trajectories
     from envgym.types import Episode, Group, Outcome, Row, Segment, StopReason, Task, Turn
+    from envgym.workers.config import WorkersConfig
     from envgym.workers.micro_batches import cost, micro_batches
     from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
 
     # `sequence` aggregation and no KL are GRPO's defaults, as TRL's are here; TRL adds 1e-4 to the standard deviation.
     config = {"name": "grpo", "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
-    settings = {"dtype": "float32", "tokens_per_microbatch": TOKENS_PER_MICROBATCH}
-    worker = ModelWorker(role="actor", model=model, learner="grpo", learner_config=config, settings=settings)
+    settings = WorkersConfig(dtype="float32", tokens_per_microbatch=TOKENS_PER_MICROBATCH)
+    worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), config, settings))
     worker.load()
     assert worker.learner is not None
     groups = []

@@ -73,10 +73,12 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from envgym.learner import TrainSample
+    from envgym.learner import RoleSpec, TrainSample
     from envgym.types import Objective
+    from envgym.workers.config import WorkersConfig
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
 
     disable_progress_bar()
     torch.manual_seed(0)
@@ -91,10 +93,10 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
         tie_word_embeddings=True,
     )
     learner = {"name": "sft", "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
-    settings = {"dtype": "float32", "tokens_per_microbatch": TOKENS_PER_MICROBATCH}
+    settings = WorkersConfig(dtype="float32", tokens_per_microbatch=TOKENS_PER_MICROBATCH)
     with tempfile.TemporaryDirectory() as folder:
         Qwen3ForCausalLM(config).save_pretrained(folder)
-        worker = ModelWorker(role="actor", model=folder, learner="sft", learner_config=learner, settings=settings)
+        worker = ModelWorker(WorkerSpec("actor", folder, RoleSpec(trained=True), learner, settings))
         info = worker.load()
         bare = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -148,7 +150,7 @@ def measured(layers: int, vocabulary: int, repeats: int) -> dict[str, Any]:
     ratios = sorted(turn["bare"] / turn["ours"] for turn in turns)
     tokens = ROWS * LENGTH
     return {
-        "parameters": info["n_parameters"],
+        "parameters": info.n_parameters,
         "vocabulary": vocabulary,
         "ours": tokens / median(turn["ours"] for turn in turns),
         "bare": tokens / median(turn["bare"] for turn in turns),

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from record import ROOT, conditions, fill_docs, store, table
 
-from envgym.learner import TrainSample
+from envgym.learner import RoleSpec, TrainSample
 from envgym.processes.local import LocalRuntime
 from envgym.types import Objective
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 
 SHORT = 64  # tokens
 VOCABULARY = 2048
@@ -74,14 +75,9 @@ async def measure(model: str, settings: dict[str, Any], length: int, logs: Path)
     """GiB that the fullest rank holds after a short row, and that a long one adds; the long row's loss."""
     runtime = LocalRuntime(logs)
     try:
-        group = await WorkerGroup.start(
-            runtime,
-            role="actor",
-            model=model,
-            settings=WorkersConfig(tokens_per_microbatch=length, **settings),
-            learner="sft",
-            learner_config={"name": "sft"},
-        )
+        workers = WorkersConfig(tokens_per_microbatch=length, **settings)
+        spec = WorkerSpec("actor", model, RoleSpec(trained=True), {"name": "sft"}, workers)
+        group = await WorkerGroup.start(runtime, spec)
         said = []
         for size in (SHORT, SHORT, length):
             row = make_row(size)

@@ -114,19 +114,19 @@ def measure(folder: str, rank: int, port: str, stage: int, tokens: int) -> None:
     import torch
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    from envgym.learner import TrainSample
+    from envgym.learner import RoleSpec, TrainSample
     from envgym.types import Row, Segment, int_array
     from envgym.workers import zero
+    from envgym.workers.config import WorkersConfig
     from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
 
     zero.muon_library(torch.device("cpu"))  # which ZeRO imports
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest is counted anew
-    worker = ModelWorker(
-        role="actor", model=folder, learner="sft", learner_config={"name": "sft"}, rank=rank, world_size=2,
-        settings={"ranks": 2, "zero_stage": stage, "tokens_per_microbatch": tokens},
-    )  # fmt: skip
-    vocabulary = worker.load(f"127.0.0.1:{port}")["vocabulary"]
+    settings = WorkersConfig(ranks=2, zero_stage=stage, tokens_per_microbatch=tokens)
+    worker = ModelWorker(WorkerSpec("actor", folder, RoleSpec(trained=True), {"name": "sft"}, settings), rank)
+    vocabulary = worker.load(f"127.0.0.1:{port}").vocabulary
     generator = np.random.default_rng(rank)
     rows = []
     for _ in range(tokens // ROW):

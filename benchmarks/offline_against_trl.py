@@ -147,19 +147,20 @@ def run(side: str, method: str, model: str, rows: Path, steps: int) -> dict[str,
 
 def measured(method: str, model: str, path: Path, steps: int) -> dict[str, Any]:
     """Our side: seconds and gradient norms of optimizer steps on the rows, and the peak memory in KiB."""
-    from envgym.learner import trajectories
+    from envgym.learner import RoleSpec, trajectories
     from envgym.types import Episode, Group, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+    from envgym.workers.config import WorkersConfig
     from envgym.workers.micro_batches import micro_batches
     from envgym.workers.model import ModelWorker
+    from envgym.workers.spec import WorkerSpec
 
-    common = {"model": model, "learner": method}
     config = {"name": method, "lr": LEARNING_RATE, "betas": (0.9, 0.95), "max_grad_norm": 1e9}
-    settings = {"dtype": "float32", "tokens_per_microbatch": TOKENS_PER_MICROBATCH}
-    worker = ModelWorker(role="actor", learner_config=config, settings=settings, **common)
+    settings = WorkersConfig(dtype="float32", tokens_per_microbatch=TOKENS_PER_MICROBATCH)
+    worker = ModelWorker(WorkerSpec("actor", model, RoleSpec(trained=True), config, settings))
     worker.load()
     reference = None
     if method == "dpo":
-        reference = ModelWorker(role="reference", learner_config=config, settings=settings, trained=False, **common)
+        reference = ModelWorker(WorkerSpec("reference", model, RoleSpec(), settings=settings))
         reference.load()
     assert worker.learner is not None
     loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

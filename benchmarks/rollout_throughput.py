@@ -190,6 +190,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
     from envgym.engine import SamplingParams
     from envgym.engines.client import EngineClient
+    from envgym.engines.spec import EngineSpec
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
     from envgym.processes.local import LocalRuntime
     from envgym.render import load_tokenizer, make_renderer
@@ -213,7 +214,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     renderer = make_renderer("auto", load_tokenizer(model))
     stop = renderer.stop_token_ids if is_starter else ()
     runtime = LocalRuntime(folder, deterministic=False)
-    arguments = {"model": model, "concurrency": n, "engine_args": ENGINE}
+    arguments = {"spec": EngineSpec(model, concurrency=n, engine_args=ENGINE)}
     async with (MathVerify if is_starter else LengthyMathVerify)("math_verify") as spec:
         engine = await EngineClient.start(runtime, "envgym.engines.vllm:VLLMEngine", arguments, {})
         context = (await engine.info()).max_model_len

@@ -64,10 +64,12 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     from envgym.engines import choose_engine
     from envgym.engines.client import EngineClient
     from envgym.engines.pool import EnginePool
+    from envgym.engines.spec import EngineSpec
+    from envgym.learner import RoleSpec
     from envgym.processes.local import LocalRuntime
     from envgym.training.weight_transfer import FileTransfer
-    from envgym.workers.config import WorkersConfig
     from envgym.workers.group import WorkerGroup
+    from envgym.workers.spec import WorkerSpec
 
     hidden, layers, inner = size
     config = Qwen3Config(
@@ -79,12 +81,10 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
     runtime = LocalRuntime(folder / "logs")
     try:
         target, _ = choose_engine("vllm")
-        arguments = {"model": str(folder / "model"), "dtype": "float32"}
+        arguments = {"spec": EngineSpec(str(folder / "model"), dtype="float32")}
         pool = await EnginePool.started(lambda _: EngineClient.start(runtime, target, arguments, {}), 1)
-        learner = {"learner": "sft", "learner_config": {"name": "sft"}}
-        actor = await WorkerGroup.start(
-            runtime, role="actor", model=str(folder / "model"), settings=WorkersConfig(), **learner
-        )
+        spec = WorkerSpec("actor", str(folder / "model"), RoleSpec(trained=True), {"name": "sft"})
+        actor = await WorkerGroup.start(runtime, spec)
         transfer = FileTransfer(actor, folder, BUCKET, checkpoint=True)
         receipt = await transfer.send(pool, 0)
         pid = next(worker.pid for worker in [task.result() for task in runtime._spawning] if worker.name == "actor-0")

@@ -122,10 +122,11 @@ class TrainSample:
 
 @dataclass(slots=True)
 class Trajectory:
-    """An episode, and its rows as samples to train on."""
+    """An episode, its rows as samples to train on, and what else a learner has scored beside them (`to_score`)."""
 
     episode: Episode
     samples: list[TrainSample]
+    extra: list[TrainSample] = field(default_factory=list)
 
 
 def trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
@@ -272,23 +273,24 @@ class Learner(ABC):
     """True if it learns only from what the policy sampled, not from recordings."""
 
     def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        """The samples that scoring roles see, before `prepare`. A learner that needs more than the episodes' own adds
-        them to the trajectories here."""
-        return [sample for group in groups for trajectory in group for sample in trajectory.samples]
+        """The samples that scoring roles see, before `prepare`. A learner that needs more than the episodes' own puts
+        them into the trajectories' `extra` here."""
+        members = [trajectory for group in groups for trajectory in group]
+        return [sample for member in members for sample in (*member.samples, *member.extra)]
 
     @abstractmethod
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         """The samples to train on, with the numbers the loss reads in their `arrays`. Failed episodes are not among
         the groups' members."""
 
-    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
+    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         """Divisor of each objective's sum, over one whole optimizer step (all ranks, all micro-batches).
 
         By default the total weight: a mean over tokens.
         """
         totals: dict[str, float] = {}
-        for row in rows:
-            totals[row.objective] = totals.get(row.objective, 0.0) + float(row.loss_weights.sum())
+        for sample in samples:
+            totals[sample.objective] = totals.get(sample.objective, 0.0) + float(sample.loss_weights.sum())
         return {name: max(total, 1e-8) for name, total in totals.items()}
 
     @abstractmethod
@@ -297,8 +299,8 @@ class Learner(ABC):
     ) -> tuple[torch.Tensor, Metrics]:
         """The micro-batch's share of the step's loss (a scalar) and what to log."""
 
-    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        """Metrics of the rows that `prepare` returned: numbers about the whole step, before it is learned from."""
+    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Metrics of the samples that `prepare` returned: numbers about the whole step, before it is learned from."""
         return {}
 
     def observe(self, record: Mapping[str, Any]) -> None:
@@ -315,6 +317,6 @@ class Learner(ABC):
         """Entries for the config of the policy's model when it is saved, such as the statistics of its rewards."""
         return {}
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
-        """Numbers about held-out recorded rows from the actor's log-probabilities of them ([T] each)."""
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+        """Numbers about held-out recorded samples from the actor's log-probabilities of them ([T] each)."""
         return {}

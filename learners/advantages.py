@@ -288,13 +288,13 @@ def generalised_advantages(
 
 
 def normalised(
-    groups: Sequence[Sequence[Steps]], scope: Scope, still: Sequence[Sequence[Mask]] = ()
+    groups: Sequence[Sequence[Steps]], scope: Scope, no_signal: Sequence[Sequence[Mask]] = ()
 ) -> list[list[Steps]]:
     """(A - mean) / (std + 1e-8) over all action tokens of the rollout (`batch`) or of each group by itself; A - mean of
     the rollout (`batch_mean`).
 
     `groups` holds for each group the advantages [n] of each episode. The standard deviation is that of the tokens
-    themselves (biased); equal advantages become exactly 0. So do tokens that are `still`, [n] bool for each episode:
+    themselves (biased); equal advantages become exactly 0. So do tokens with `no_signal`, [n] bool for each episode:
     they count in mean and deviation, but the mean, which long episodes pull their way, must not move what nothing is
     known of. Source: J. Hu et al., "REINFORCE++" (2025).
     """
@@ -303,16 +303,16 @@ def normalised(
     if scope == "none":
         return [list(group) for group in groups]
     if scope == "group":
-        found = [_standard_tokens(group) for group in groups]
+        advantages = [_standard_tokens(group) for group in groups]
     else:
         every = [episode for group in groups for episode in group]
         together = iter(_standard_tokens(every, scaled=scope == "batch"))
-        found = [[next(together) for _ in group] for group in groups]
-    if not still:
-        return found
+        advantages = [[next(together) for _ in group] for group in groups]
+    if not no_signal:
+        return advantages
     return [
         [np.where(mask, 0.0, episode) for episode, mask in zip(group, masks, strict=True)]
-        for group, masks in zip(found, still, strict=True)
+        for group, masks in zip(advantages, no_signal, strict=True)
     ]
 
 

@@ -33,11 +33,11 @@ class Distill(SFT):
         }
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        rows = super().prepare(groups)
-        for row in rows:
-            likeliest = row.arrays["teacher"]
-            row.arrays["teacher"], row.arrays["teacher_ids"] = likeliest[..., 0], likeliest[..., 1]
-        return rows
+        samples = super().prepare(groups)
+        for sample in samples:
+            likeliest = sample.arrays["teacher"]
+            sample.arrays["teacher"], sample.arrays["teacher_ids"] = likeliest[..., 0], likeliest[..., 1]
+        return samples
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]

@@ -31,9 +31,10 @@ class DPO(PairLearner):
     def roles(self) -> Mapping[str, RoleSpec]:
         return {"actor": RoleSpec(trained=True, scored=False), "reference": RoleSpec()}
 
-    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        chosen = [row for row in rows if "chosen" in row.arrays and row.arrays["chosen"][0]]
-        return super().denominators(rows) | {"nll": max(1e-8, sum(float(row.loss_weights.sum()) for row in chosen))}
+    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        chosen = [sample for sample in samples if "chosen" in sample.arrays and sample.arrays["chosen"][0]]
+        weight = sum(float(sample.loss_weights.sum()) for sample in chosen)
+        return super().denominators(samples) | {"nll": max(1e-8, weight)}
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -59,14 +60,14 @@ class DPO(PairLearner):
             metrics["nll"] = (float(nll.detach()), weight)
         return total, metrics
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`, `eval/accuracy`, the share of pairs whose chosen answer the policy has come to prefer, and
         `eval/margin`, how much, in nats times `beta`."""
         import torch
 
         from .losses import dpo_loss
 
-        policy, reference = sums(rows, outputs), sums(rows, [row.arrays["reference"] for row in rows])
+        policy, reference = sums(samples, outputs), sums(samples, [s.arrays["reference"] for s in samples])
         chosen, rejected = (self.config.beta * (own - base) for own, base in zip(policy, reference, strict=True))
         margins = torch.from_numpy(chosen - rejected)
         return {

@@ -38,34 +38,33 @@ class KTO(Learner):
         return {"actor": RoleSpec(trained=True, scored=True), "reference": RoleSpec()}
 
     def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        """The episodes' rows and, for the point of reference, a mismatched one at the end of each episode's."""
+        """The episodes' samples and, for the point of reference, a mismatched one of each episode as its `extra`."""
         members = [trajectory for group in groups for trajectory in group]
-        firsts = [trajectory.samples[0] for trajectory in members]
-        for trajectory, own, before in zip(members, firsts, [firsts[-1], *firsts[:-1]], strict=True):
-            trajectory.samples.append(mismatched(own, before))
+        for trajectory, before in zip(members, [members[-1], *members[:-1]], strict=True):
+            trajectory.extra = [mismatched(trajectory.samples[0], before.samples[0])]
         return super().to_score(groups)
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         import numpy as np
 
         members = [trajectory for group in groups for trajectory in group]
-        found = [trajectory.samples.pop() for trajectory in members]
-        moved = [total(row, row.arrays["actor"] - row.arrays["reference"]) for row in found]
-        baseline = max(0.0, float(np.mean(moved)))
-        rows = []
+        extras = [sample for trajectory in members for sample in trajectory.extra]
+        log_ratios = [weighted_sum(extra, extra.arrays["actor"] - extra.arrays["reference"]) for extra in extras]
+        baseline = max(0.0, float(np.mean(log_ratios)))
+        samples = []
         for trajectory in members:
             assert trajectory.episode.reward is not None, "a labelled answer has a reward"
+            constants = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
             for sample in trajectory.samples:
                 sample.objective = Objective.LABEL
-                of_episode = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
-                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in of_episode.items()}
+                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in constants.items()}
                 del sample.arrays["actor"]
-                rows.append(sample)
-        return rows
+                samples.append(sample)
+        return samples
 
-    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        episodes = {row.episode for row in rows if row.objective == Objective.LABEL}
-        return super().denominators(rows) | {Objective.LABEL: max(1.0, float(len(episodes)))}
+    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        episodes = {sample.episode for sample in samples if sample.objective == Objective.LABEL}
+        return super().denominators(samples) | {Objective.LABEL: max(1.0, float(len(episodes)))}
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -86,7 +85,7 @@ class KTO(Learner):
         }
         return losses.sum() / denominators[batch.objective], metrics
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/accuracy`: the share of answers whose likelihood has moved the right way from the reference, by more or
         by less than the point of reference; `eval/loss`; and, where there are both, `eval/margin`: by how much more the
         good ones have moved than the bad ones, in nats times `beta`."""
@@ -95,36 +94,36 @@ class KTO(Learner):
 
         from .losses import kto_loss
 
-        moved: dict[int, float] = {}
+        by_episode: dict[int, float] = {}
         constants = {}
-        for row, own in zip(rows, outputs, strict=True):
-            difference = total(row, own - row.arrays["reference"])
-            moved[row.episode] = moved.get(row.episode, 0.0) + difference
-            constants[row.episode] = row.arrays["good"][0], row.arrays["baseline"][0]
-        of_episodes = torch.tensor(list(moved.values()), dtype=torch.float64)
+        for sample, output in zip(samples, outputs, strict=True):
+            log_ratio = weighted_sum(sample, output - sample.arrays["reference"])
+            by_episode[sample.episode] = by_episode.get(sample.episode, 0.0) + log_ratio
+            constants[sample.episode] = sample.arrays["good"][0], sample.arrays["baseline"][0]
+        log_ratios = torch.tensor(list(by_episode.values()), dtype=torch.float64)
         good, baseline = torch.tensor(np.array(list(constants.values()), np.float64)).T
-        losses = kto_loss(of_episodes, baseline, good > 0, self.config)
-        right = (of_episodes > baseline) == (good > 0)
-        found = {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
+        losses = kto_loss(log_ratios, baseline, good > 0, self.config)
+        right = (log_ratios > baseline) == (good > 0)
+        metrics = {"eval/loss": float(losses.mean()), "eval/accuracy": float(right.double().mean())}
         if good.any() and not good.all():
-            margin = of_episodes[good > 0].mean() - of_episodes[good == 0].mean()
-            found["eval/margin"] = self.config.beta * float(margin)
-        return found
+            margin = log_ratios[good > 0].mean() - log_ratios[good == 0].mean()
+            metrics["eval/margin"] = self.config.beta * float(margin)
+        return metrics
 
 
-def total(row: TrainSample, values: FloatArray) -> float:
+def weighted_sum(sample: TrainSample, values: FloatArray) -> float:
     """The weighted sum of `values`, [T], over the tokens that count."""
     import numpy as np
 
-    counts = row.loss_weights > 0
-    return float(row.loss_weights[counts].astype(np.float64) @ values[counts])
+    counts = sample.loss_weights > 0
+    return float(sample.loss_weights[counts].astype(np.float64) @ values[counts])
 
 
 def mismatched(asks: TrainSample, answers: TrainSample) -> TrainSample:
-    """A prompt, and the last answer of another episode behind it, as a row to score."""
+    """A prompt, and the last answer of another episode behind it, as a sample to score."""
     import numpy as np
 
-    prompt, answer = (last_run(row.loss_weights > 0) for row in (asks, answers))
+    prompt, answer = (last_run(sample.loss_weights > 0) for sample in (asks, answers))
     token_ids = np.concatenate([asks.token_ids[:prompt], answers.token_ids[answer:]])
     weights = np.concatenate([np.zeros(prompt, np.float32), answers.loss_weights[answer:]])
     return replace(

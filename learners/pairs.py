@@ -27,39 +27,39 @@ Pair = tuple[Trajectory, Trajectory]
 class PairLearner(Learner):
     """Base of the learners from pairs, whose loss is a mean over the pairs of the optimizer step.
 
-    A pair is a batch unit. `arrays["chosen"]` is 1 at every token of its chosen rows and 0 at those of the rejected.
+    A pair is a batch unit. `arrays["chosen"]` is 1 at every token of its chosen samples and 0 at those of the rejected.
     """
 
     min_group_size: ClassVar[int] = 2
 
     def to_score(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        rows = super().to_score(groups)
-        for row in rows:
-            row.unsample()
-        return rows
+        samples = super().to_score(groups)
+        for sample in samples:
+            sample.unsample()
+        return samples
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         import numpy as np
 
-        rows = []
+        samples = []
         for unit, pair in enumerate(best_and_worst(groups)):
             for trajectory, chosen in zip(pair, (1.0, 0.0), strict=True):
                 for sample in self.samples_of(trajectory):
                     sample.objective, sample.batch_unit = Objective.PREFERENCE, unit
                     sample.arrays["chosen"] = np.full(len(sample.token_ids), chosen, np.float32)
-                    rows.append(sample)
-        return rows
+                    samples.append(sample)
+        return samples
 
     def samples_of(self, trajectory: Trajectory) -> list[TrainSample]:
-        """The rows of one side of a pair."""
+        """The samples of one side of a pair."""
         return trajectory.samples
 
-    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        units = {row.batch_unit for row in rows if row.objective == Objective.PREFERENCE}
-        return super().denominators(rows) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
+    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        units = {sample.batch_unit for sample in samples if sample.objective == Objective.PREFERENCE}
+        return super().denominators(samples) | {Objective.PREFERENCE: max(1.0, float(len(units)))}
 
-    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        return {"preference/pairs": self.denominators(rows)[Objective.PREFERENCE]}
+    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        return {"preference/pairs": self.denominators(samples)[Objective.PREFERENCE]}
 
 
 def best_and_worst(groups: Sequence[Sequence[Trajectory]]) -> list[Pair]:
@@ -73,13 +73,13 @@ def best_and_worst(groups: Sequence[Sequence[Trajectory]]) -> list[Pair]:
     return found
 
 
-def sums(rows: Sequence[TrainSample], values: Sequence[FloatArray]) -> tuple[Numbers, Numbers]:
-    """[n pairs] each: sums of `values`, [T] a row, over the tokens that count of the chosen and of the rejected."""
+def sums(samples: Sequence[TrainSample], values: Sequence[FloatArray]) -> tuple[Numbers, Numbers]:
+    """[n pairs] each: sums of `values`, [T] a sample, over the tokens that count of the chosen and of the rejected."""
     import numpy as np
 
     by_unit: dict[int, list[float]] = {}
-    for row, own in zip(rows, values, strict=True):
-        of_pair = by_unit.setdefault(row.batch_unit, [0.0, 0.0])
-        of_pair[int(row.arrays["chosen"][0])] += float(own[row.loss_weights > 0].sum(dtype=np.float64))
+    for sample, of_tokens in zip(samples, values, strict=True):
+        of_pair = by_unit.setdefault(sample.batch_unit, [0.0, 0.0])
+        of_pair[int(sample.arrays["chosen"][0])] += float(of_tokens[sample.loss_weights > 0].sum(dtype=np.float64))
     rejected, chosen = np.array(list(by_unit.values())).reshape(-1, 2).T
     return chosen, rejected

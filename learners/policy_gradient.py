@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from envgym.learner import Learner, LearnerConfig, Metrics, Outputs, RoleSpec, RowBatch, TrainSample, Trajectory
@@ -27,7 +28,7 @@ from .settings import PolicyGradientConfig
 if TYPE_CHECKING:
     import torch
 
-    from .advantages import Steps
+    from .advantages import Mask, Steps
 
 
 class PolicyGradient(Learner):
@@ -54,23 +55,28 @@ class PolicyGradient(Learner):
         """[n] advantages of each episode of a group, one for each of its action tokens."""
 
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
-        kept: list[list[ActionTokens]] = []
-        for group in groups:
-            members = [trajectory for trajectory in group if trajectory.episode.reward is not None]
-            if len(members) >= self.min_group_size:  # else members failed: there is nothing left to compare with
-                kept.append([self._action_tokens(trajectory) for trajectory in members])
-        found = [self.step_advantages(tokens) for tokens in kept]
-        still = []
-        if self.min_group_size > 1:  # others have no baseline by which equal rewards would say nothing
-            by_turn = self.config.credit == "turn"
-            for tokens, own in zip(kept, found, strict=True):
-                still.append(without_variance(own, [one.turn_ends if by_turn else [len(one)] for one in tokens]))
-        advantages = normalised(found, self.config.advantage_norm, still)
-        for tokens, of_group in zip(kept, advantages, strict=True):
-            for one, of_episode in zip(tokens, of_group, strict=True):
-                one.write("advantages", of_episode)
-                self._finish(one.samples)
-        return [sample for tokens in kept for one in tokens for sample in one.samples]
+        rewarded = [[trajectory for trajectory in group if trajectory.episode.reward is not None] for group in groups]
+        # Of smaller groups members failed: there is nothing left to compare with.
+        whole = [group for group in rewarded if len(group) >= self.min_group_size]
+        members = [[self._action_tokens(trajectory) for trajectory in group] for group in whole]
+        raw = [self.step_advantages(group) for group in members]
+        advantages = normalised(raw, self.config.advantage_norm, self._without_signal(members, raw))
+        episodes = [tokens for group in members for tokens in group]
+        for tokens, values in zip(episodes, chain.from_iterable(advantages), strict=True):
+            tokens.write("advantages", values)
+            self._finish(tokens.samples)
+        return [sample for tokens in episodes for sample in tokens.samples]
+
+    def _without_signal(
+        self, groups: Sequence[Sequence[ActionTokens]], advantages: Sequence[Sequence[Steps]]
+    ) -> list[list[Mask]]:
+        """[n] bool for each episode of each group: the tokens of turns that nobody did better than the others. Empty
+        without a baseline by which equal rewards would say nothing."""
+        if self.min_group_size < 2:
+            return []
+        by_turn = self.config.credit == "turn"
+        turn_ends = [[tokens.turn_ends if by_turn else [len(tokens)] for tokens in group] for group in groups]
+        return [without_variance(*of_group) for of_group in zip(advantages, turn_ends, strict=True)]
 
     def _action_tokens(self, trajectory: Trajectory) -> ActionTokens:
         if self.config.shaping.overlong_filter and trajectory.episode.outcome.status is Status.TRUNCATED:
@@ -112,13 +118,12 @@ class PolicyGradient(Learner):
             if self.config.aggregation == "sequence" and total > 0:  # one episode counts once, whatever its rows
                 sample.loss_weights = sample.loss_weights / np.float32(total)
 
-    def denominators(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        totals = super().denominators(rows)
-        own: str = Objective.POLICY_GRADIENT
-        if self.config.aggregation != "token" and own in totals:
-            n_episodes = len({row.episode for row in rows if row.objective == own})
+    def denominators(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        totals = super().denominators(samples)
+        episodes = {sample.episode for sample in samples if sample.objective == Objective.POLICY_GRADIENT}
+        if self.config.aggregation != "token" and episodes:
             length = self.config.constant_length if self.config.aggregation == "constant" else 1
-            totals[own] = float(n_episodes * length)
+            totals[Objective.POLICY_GRADIENT] = float(len(episodes) * length)
         return totals
 
     # -- the loss -----------------------------------------------------------------------------------------
@@ -154,9 +159,9 @@ class PolicyGradient(Learner):
 
     # -- metrics and adaptation ---------------------------------------------------------------------------
 
-    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        rows = [row for row in rows if row.objective == Objective.POLICY_GRADIENT]
-        metrics = advantage_metrics(rows) | {"learner/episodes": float(len({row.episode for row in rows}))}
+    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        samples = [sample for sample in samples if sample.objective == Objective.POLICY_GRADIENT]
+        metrics = advantage_metrics(samples) | {"learner/episodes": float(len({s.episode for s in samples}))}
         return metrics | ({"policy/kl_coef": self.kl_coef} if self.config.kl.coef > 0 else {})
 
     def observe(self, record: Mapping[str, Any]) -> None:
@@ -219,16 +224,16 @@ def adapted(coef: float, kl: float, *, target: float, horizon: int, episodes: in
     return coef * max(0.0, 1 + error * episodes / horizon)
 
 
-def advantage_metrics(rows: Sequence[TrainSample]) -> dict[str, float]:
+def advantage_metrics(samples: Sequence[TrainSample]) -> dict[str, float]:
     """`advantage/mean`, `std` and `max_abs` over the tokens that count, and `advantage/group_spread`: the standard
     deviation (biased) of the episodes' mean advantages within their group, averaged over groups."""
     import numpy as np
 
     by_group: dict[int, dict[int, list[np.ndarray]]] = {}
-    for row in rows:
-        tokens = row.arrays["advantages"][row.loss_weights > 0]
+    for sample in samples:
+        tokens = sample.arrays["advantages"][sample.loss_weights > 0]
         if len(tokens):
-            by_group.setdefault(row.group, {}).setdefault(row.episode, []).append(tokens)
+            by_group.setdefault(sample.group, {}).setdefault(sample.episode, []).append(tokens)
     if not by_group:
         return {}
     episodes = {group: [np.concatenate(parts) for parts in own.values()] for group, own in by_group.items()}

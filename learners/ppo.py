@@ -90,13 +90,13 @@ class PPO(PolicyGradient):
         total, metrics = critic_loss(outputs, batch, self.config.value_clip)
         return total / denominators[batch.objective], metrics
 
-    def metrics(self, rows: Sequence[TrainSample]) -> dict[str, float]:
-        metrics = super().metrics(rows)
-        explained = explained_variance(rows)
+    def metrics(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        metrics = super().metrics(samples)
+        explained = explained_variance(samples)
         return metrics if explained is None else metrics | {"value/explained_variance": explained}
 
 
-def explained_variance(rows: Sequence[TrainSample]) -> float | None:
+def explained_variance(samples: Sequence[TrainSample]) -> float | None:
     """1 - Var(R - V) / Var(R) over the tokens that count, with returns R and the critic's values V before the update:
     1 for a perfect critic, 0 for a constant one. None where the returns' standard deviation is less than a thousandth
     of the returns: a critic's error of their size alone would be -10^6. None too where it is what float32 leaves of
@@ -104,7 +104,7 @@ def explained_variance(rows: Sequence[TrainSample]) -> float | None:
     import numpy as np
 
     returns, values = (
-        np.concatenate([np.zeros(0), *(row.arrays[name][row.loss_weights > 0] for row in rows if name in row.arrays)])
+        np.concatenate([np.zeros(0), *(s.arrays[name][s.loss_weights > 0] for s in samples if name in s.arrays)])
         for name in ("returns", "values")
     )
     if not len(returns) or returns.std() <= max(1e-3 * abs(returns).max(), 1e-6 * abs(values).max()):

@@ -29,7 +29,7 @@ class ProcessRewardModel(Learner):
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         import numpy as np
 
-        rows = []
+        samples = []
         for trajectory in (trajectory for group in groups for trajectory in group):
             for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
                 ends = np.cumsum([len(segment.token_ids) for segment in row.segments])
@@ -43,8 +43,8 @@ class ProcessRewardModel(Learner):
                 sample.loss_weights = np.isfinite(labels).astype(np.float32)
                 sample.arrays["labels"] = labels
                 if sample.loss_weights.any():
-                    rows.append(sample)
-        return rows
+                    samples.append(sample)
+        return samples
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -59,14 +59,15 @@ class ProcessRewardModel(Learner):
         total: torch.Tensor = losses.sum() / denominators[batch.objective]
         return total, {"loss": (float(losses.detach().sum()), n), "step/accuracy": (float(right), n)}
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss` and `eval/accuracy` of steps, a probability above one half taken for right."""
         import numpy as np
         import torch
 
         from .losses import step_loss
 
-        values = np.concatenate([own[row.loss_weights > 0] for row, own in zip(rows, outputs, strict=True)])
-        labels = np.concatenate([row.arrays["labels"][row.loss_weights > 0] for row in rows])
+        counts = [sample.loss_weights > 0 for sample in samples]
+        values = np.concatenate([output[mask] for output, mask in zip(outputs, counts, strict=True)])
+        labels = np.concatenate([sample.arrays["labels"][mask] for sample, mask in zip(samples, counts, strict=True)])
         losses = step_loss(torch.from_numpy(values).double(), torch.from_numpy(labels).double())
         return {"eval/loss": float(losses.mean()), "eval/accuracy": float(((values > 0) == (labels > 0.5)).mean())}

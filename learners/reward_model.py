@@ -66,7 +66,7 @@ class RewardModel(PairLearner):
         }
         return losses.sum() / denominators[batch.objective], metrics
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`, `eval/accuracy` (share of pairs ranked right), `eval/margin` (the mean difference of their
         rewards) and the rewards' mean and standard deviation."""
         import numpy as np
@@ -74,8 +74,8 @@ class RewardModel(PairLearner):
 
         from .losses import ranking_loss
 
-        chosen, rejected = sums(rows, outputs)
-        margin, _ = sums(rows, [row.arrays["margin"] for row in rows])
+        chosen, rejected = sums(samples, outputs)
+        margin, _ = sums(samples, [sample.arrays["margin"] for sample in samples])
         rewards = np.concatenate([chosen, rejected])
         self._statistics, self._is_held_out = {"mean": float(rewards.mean()), "std": float(rewards.std())}, True
         return {

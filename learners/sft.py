@@ -25,11 +25,11 @@ class SFT(Learner):
     def prepare(self, groups: Sequence[Sequence[Trajectory]]) -> list[TrainSample]:
         best = self.config.select == "best"
         taught = [trajectory for group in groups for trajectory in (best_of(group) if best else group)]
-        rows = [sample for trajectory in taught for sample in trajectory.samples]
-        for row in rows:
-            row.objective = Objective.CROSS_ENTROPY
-            row.unsample()
-        return rows
+        samples = [sample for trajectory in taught for sample in trajectory.samples]
+        for sample in samples:
+            sample.objective = Objective.CROSS_ENTROPY
+            sample.unsample()
+        return samples
 
     def loss(
         self, role: str, outputs: Outputs, batch: RowBatch, denominators: Mapping[str, float]
@@ -39,10 +39,10 @@ class SFT(Learner):
         total, metric = cross_entropy(outputs, batch)
         return total / denominators[batch.objective], {"loss": metric}
 
-    def evaluate(self, rows: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
+    def evaluate(self, samples: Sequence[TrainSample], outputs: Sequence[FloatArray]) -> dict[str, float]:
         """`eval/loss`: cross-entropy a token, in nats."""
-        total = sum(float(row.loss_weights.sum()) for row in rows)
-        nll = -sum(float((row.loss_weights * output).sum()) for row, output in zip(rows, outputs, strict=True))
+        total = sum(float(sample.loss_weights.sum()) for sample in samples)
+        nll = -sum(float((sample.loss_weights * output).sum()) for sample, output in zip(samples, outputs, strict=True))
         return {"eval/loss": nll / max(total, 1e-8)}
 
 

@@ -10,7 +10,7 @@ TARGETS = {
     "vllm": "envgym.engines.vllm:VLLMEngine",
     "transformers": "envgym.engines.transformers:TransformersEngine",
 }
-"""The class that a runtime starts for each kind of engine. Both take the same arguments."""
+"""The class that a runtime starts for each kind of engine. Each is made of an `EngineSpec`."""
 
 
 def choose_engine(kind: str) -> tuple[str, str]:

@@ -21,8 +21,10 @@ from envgym.engine import EngineInfo, Generation, Request, SamplingParams, check
 from envgym.errors import ConfigError, WorkerError
 from envgym.models.weights_file import Bucket, Update
 from envgym.types import StopReason, VersionSpan
+from envgym.workers.config import number_format
 
 from .model_folder import check_model_folder, end_tokens
+from .spec import EngineSpec
 
 MAX_BATCH = 256
 """Requests sampled together; the rest wait."""
@@ -58,43 +60,28 @@ class Sample:
 
 
 class TransformersEngine:
-    """Implements `envgym.engine.HostedEngine`; takes the arguments of `VLLMEngine`.
+    """Implements `envgym.engine.HostedEngine`.
 
-    `engine_args` go to `from_pretrained`. `deterministic` asks for nothing: batches follow the order of arrival,
-    and a request with a seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight,
-    `lora_rank`, `sleeps` and `gpu_share`: an adapter of any rank can be loaded, the model moved, and memory is taken as
-    it is needed.
+    Of its specification `deterministic` asks for nothing: batches follow the order of arrival, and a request with a
+    seed has a generator of its own. Nor do `concurrency`, for a batch is all that is in flight, `lora_rank`, `sleeps`
+    and `gpu_share`: an adapter of any rank can be loaded, the model moved, and memory is taken as it is needed.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        deterministic: bool = False,
-        concurrency: int | None = None,
-        lora_rank: int = 0,
-        sleeps: bool = False,
-        gpu_share: float = 0.5,
-        engine_args: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_model_folder(model)
+    def __init__(self, spec: EngineSpec) -> None:
+        check_model_folder(spec.model)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if dtype == "auto":
-            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
+        dtype = number_format(spec.dtype, on_cpu=self._device.type == "cpu")
         try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **dict(engine_args or {}))
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, **spec.engine_args)
         except (OSError, ValueError, TypeError, KeyError, MemoryError) as error:
             traceback.print_exception(error)
             reason = " ".join(str(error).split())[:400]
-            raise ConfigError(f"transformers cannot load the model {model!r}: {reason}") from None
+            raise ConfigError(f"transformers cannot load the model {spec.model!r}: {reason}") from None
         self._model: Any = loaded.to(self._device).eval()
         config = self._model.config
-        self._max_model_len: int = max_model_len or config.max_position_embeddings
-        self._end_tokens = end_tokens(config, model)
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._max_model_len: int = spec.max_model_len or config.max_position_embeddings
+        self._end_tokens = end_tokens(config, spec.model)
+        self._generator = torch.Generator(self._device).manual_seed(spec.seed)
         self._version = 0
         self._steps = 0
         self._has_adapter = False

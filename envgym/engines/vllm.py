@@ -18,8 +18,10 @@ from envgym.engine import EngineInfo, Generation, Request, check_fits
 from envgym.errors import ConfigError, InvalidOutcome, MissingDependency, WorkerError, did_you_mean, missing_package
 from envgym.models.weights_file import Bucket, Update, read_bucket
 from envgym.types import StopReason, VersionSpan, float_array, int_array
+from envgym.workers.config import number_format
 
 from .model_folder import check_model_folder, end_tokens
+from .spec import EngineSpec
 
 OLDEST, TOO_NEW = (0, 32), (0, 34)
 """The supported range: OLDEST <= vLLM < TOO_NEW. 0.32 is the first that says which weights sampled which tokens."""
@@ -39,36 +41,15 @@ CPU_CACHE_BYTES = 2 * 2**30
 class VLLMEngine:
     """Implements `envgym.engine.HostedEngine`.
 
-    dtype          `auto` (float32 on a CPU, bfloat16 elsewhere: what the workers take) or a torch dtype's name
-    max_model_len  context length in tokens, prompt and answer together; None takes the model's
-    deterministic  the same requests in the same order give the same bits: prompts are never cut into chunks and
-                   no key or value computed for another request is used again
-    concurrency    requests that will be in flight at once, so that as many may be sampled in one step of vLLM's (but
-                   no more than 1024, beyond which a step only gets longer); None takes vLLM's own number
-    lora_rank      the largest rank of adapters that will be loaded; 0: none will be
-    sleeps         it will be told to sleep
-    gpu_share      the share of a device's memory that it takes, for weights and cache
-    engine_args    any argument of vLLM's `EngineArgs`
+    In a deterministic run prompts are never cut into chunks and no key or value computed for another request is used
+    again.
 
     Log-probabilities are those of the distribution sampled from (temperature, top-p and top-k applied); greedy
     ones are of temperature 1. Raises `EnvgymError` where the model cannot be loaded.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        deterministic: bool = False,
-        concurrency: int | None = None,
-        lora_rank: int = 0,
-        sleeps: bool = False,
-        gpu_share: float = 0.5,
-        engine_args: Mapping[str, Any] | None = None,
-    ) -> None:
-        check_model_folder(model)
+    def __init__(self, spec: EngineSpec) -> None:
+        check_model_folder(spec.model)
         # One process, which the runtime started and can end; vLLM would add an engine process of its own.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # Cores are shared with the learner: OMP_NUM_THREADS decides, nothing is pinned, and idle threads sleep
@@ -77,21 +58,17 @@ class VLLMEngine:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._version = _import_vllm()
-        arguments = dict(engine_args or {})
-        if concurrency is not None:
-            arguments.setdefault("max_num_seqs", min(concurrency, MOST_AT_ONCE))
-        memory = {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": sleeps}
-        self._engine: Any = _build(model, dtype, max_model_len, seed, deterministic, lora_rank, memory, arguments)
+        self._engine: Any = _build(spec)
         self._adapter: Any = None
         config = self._engine.vllm_config.model_config
         self._max_model_len: int = config.max_model_len
-        self._end_tokens = end_tokens(config.hf_config, model)
+        self._end_tokens = end_tokens(config.hf_config, spec.model)
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._may_step = asyncio.Event()
         self._may_step.set()
         self._update = Update()
-        self._transfers = "weight_transfer_config" in arguments
+        self._transfers = "weight_transfer_config" in spec.engine_args
         self._broken: str | None = None
         self._scores = 0
         self._steps = 0
@@ -333,16 +310,7 @@ def _lora_arguments(rank: int) -> dict[str, Any]:
     }
 
 
-def _build(
-    model: str,
-    dtype: str,
-    max_model_len: int | None,
-    seed: int,
-    deterministic: bool,
-    lora_rank: int,
-    gpu_memory: Mapping[str, Any],
-    engine_args: dict[str, Any],
-) -> Any:
+def _build(spec: EngineSpec) -> Any:
     """Make vLLM's engine, or raise one line that says why it cannot be made."""
     import dataclasses
 
@@ -357,32 +325,11 @@ def _build(
     from vllm.usage.usage_lib import UsageContext
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in engine_args:
+    for name in spec.engine_args:
         if name not in known:
             raise ConfigError(f"vLLM has no engine argument {name!r}.{did_you_mean(name, known)}")
     cpu = current_platform.is_cpu()
-    settings: dict[str, Any] = {
-        "model": model,
-        "runner": "generate",
-        "dtype": ("float32" if cpu else "bfloat16") if dtype == "auto" else dtype,
-        "max_model_len": max_model_len,
-        "seed": seed,
-        "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,  # nobody reads them here, and keeping them takes time at every token
-        "enable_prefix_caching": not deterministic,
-        "worker_extension_cls": f"{WeightReader.__module__}.{WeightReader.__qualname__}",
-        # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
-        "async_scheduling": False,
-        "enforce_eager": cpu,
-    }
-    if cpu or deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
-        settings["enable_chunked_prefill"] = False
-    if not cpu:
-        settings |= gpu_memory
-    elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    settings |= engine_args
+    settings = _arguments(spec, cpu=cpu)
     if isinstance(transfer := settings.get("weight_transfer_config"), Mapping):
         from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -390,8 +337,8 @@ def _build(
     if cpu and settings["enforce_eager"]:
         # vLLM still compiles one small function of its sampler: seconds of g++ for nothing that can be measured.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if lora_rank:
-        settings = _lora_arguments(lora_rank) | settings
+    if spec.lora_rank:
+        settings = _lora_arguments(spec.lora_rank) | settings
     try:
         from vllm.v1.engine.llm_engine import LLMEngine  # after the line above, which it reads on import
 
@@ -401,7 +348,35 @@ def _build(
         raise
     except Exception as error:
         traceback.print_exception(error)
-        raise ConfigError(f"vLLM cannot load the model {model!r}: {_reason(error)}") from None
+        raise ConfigError(f"vLLM cannot load the model {spec.model!r}: {_reason(error)}") from None
+
+
+def _arguments(spec: EngineSpec, *, cpu: bool) -> dict[str, Any]:
+    """The fields of vLLM's `EngineArgs`: those that envgym sets, and over them the specification's own."""
+    settings: dict[str, Any] = {
+        "model": spec.model,
+        "runner": "generate",
+        "dtype": number_format(spec.dtype, on_cpu=cpu),
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,  # nobody reads them here, and keeping them takes time at every token
+        "enable_prefix_caching": not spec.deterministic,
+        "worker_extension_cls": f"{WeightReader.__module__}.{WeightReader.__qualname__}",
+        # A step's tokens are stamped with the weights that sampled them only where no step overlaps the next.
+        "async_scheduling": False,
+        "enforce_eager": cpu,
+    }
+    if cpu or spec.deterministic:  # on a CPU a seeded request whose prompt is cut into chunks crashes vLLM 0.32
+        settings["enable_chunked_prefill"] = False
+    if not cpu:
+        settings |= {"gpu_memory_utilization": spec.gpu_share, "enable_sleep_mode": spec.sleeps}
+    elif not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if spec.concurrency is not None:
+        settings["max_num_seqs"] = min(spec.concurrency, MOST_AT_ONCE)
+    return {**settings, **spec.engine_args}
 
 
 def _reason(error: Exception) -> str:

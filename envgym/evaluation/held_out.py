@@ -77,5 +77,5 @@ class HeldOut:
         ]
         groups = trajectories([group for group in played if len(group.episodes) == plan.samples])
         await score(groups)
-        rows = learner.prepare(groups)
-        return {**learner.evaluate(rows, await actor.forward(rows)), "n_tasks": len(groups)}
+        samples = learner.prepare(groups)
+        return {**learner.evaluate(samples, await actor.forward(samples)), "n_tasks": len(groups)}

@@ -16,6 +16,7 @@ from envgym.engine import ChatEngine, Engine
 from envgym.engines import choose_engine
 from envgym.engines.client import EngineClient
 from envgym.engines.pool import EnginePool
+from envgym.engines.spec import EngineSpec
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.processes.local import LocalRuntime
@@ -26,6 +27,7 @@ from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime
+from envgym.workers.spec import WorkerSpec
 
 from .placement import ENGINE_SHARES, PlacedRuntime, placed
 
@@ -99,22 +101,18 @@ async def start_role(
     """The ranks of one of the learner's roles, loaded; from `model` where the role names none of its own. `after`: see
     `WorkerGroup.start`."""
     learner_class, learner_config = stage.learner_config()
-    spec = learner_class(learner_config).roles[role]
-    return await WorkerGroup.start(
-        runtime,
-        role=role,
-        model=stage.roles.get(role, RoleConfig()).model or model,
-        learner=stage.learner.name,
-        learner_config=learner_config.model_dump(),
+    role_spec = learner_class(learner_config).roles[role]
+    spec = WorkerSpec(
+        role,
+        stage.roles.get(role, RoleConfig()).model or model,
+        role_spec,
+        learner=learner_config.model_dump(),
         settings=stage.workers_of(role),
-        lora=stage.lora_of(role, spec),
-        trained=spec.trained,
-        head=spec.head,
-        top_k=spec.top_k,
+        lora=stage.lora_of(role, role_spec),
         seed=config.seed,
         deterministic=config.deterministic,
-        after=after,
     )
+    return await WorkerGroup.start(runtime, spec, after=after)
 
 
 async def start_sampling(
@@ -162,32 +160,32 @@ async def start_engine(
     if note:
         display.note(note)
     display.phase("starting the engine")
-    own: dict[str, Any] = dict(stage.engine.args)
+    engine_args: dict[str, Any] = dict(stage.engine.args)
     if stage.engine.tensor_parallel > 1:
-        own.setdefault("tensor_parallel_size", stage.engine.tensor_parallel)
-        own.setdefault("distributed_executor_backend", "mp")  # within a Ray actor vLLM would place workers itself
+        engine_args.setdefault("tensor_parallel_size", stage.engine.tensor_parallel)
+        engine_args.setdefault("distributed_executor_backend", "mp")  # in a Ray actor vLLM would place workers itself
     if stage.sync.transfer != "files":
-        own["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
-    arguments: dict[str, Any] = {
-        "model": model,
+        engine_args["weight_transfer_config"] = {"backend": stage.sync.transfer.removeprefix("cuda_")}
+    spec = EngineSpec(
+        model,
         # Sampler and trainer must be the same policy, so the engine follows the workers unless told otherwise.
-        "dtype": stage.engine.dtype if stage.engine.dtype != "auto" else stage.workers.dtype,
-        "max_model_len": stage.engine.max_model_len,
-        "seed": config.seed,
-        "deterministic": config.deterministic,
-        "concurrency": episodes_at_once(stage),
-        "lora_rank": lora_rank,
-        "sleeps": sleeps,
-        "gpu_share": runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["at once"],
-        "engine_args": own,
-    }
+        dtype=stage.engine.dtype if stage.engine.dtype != "auto" else stage.workers.dtype,
+        max_model_len=stage.engine.max_model_len,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        concurrency=episodes_at_once(stage),
+        lora_rank=lora_rank,
+        sleeps=sleeps,
+        gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["at once"],
+        engine_args=engine_args,
+    )
     # Sampling and learning alternate, so each may use every core.
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
 
     async def start(number: int) -> EngineClient:
         name = "engine" if stage.engine.count == 1 else f"engine-{number}"
-        return await EngineClient.start(runtime, target, arguments, environ, name)
+        return await EngineClient.start(runtime, target, {"spec": spec}, environ, name)
 
     pool = await EnginePool.started(start, stage.engine.count, in_turn=config.deterministic, note=display.note)
     return pool, (await pool.info()).max_model_len

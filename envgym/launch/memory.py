@@ -22,7 +22,7 @@ from envgym.learner import LearnerConfig
 from envgym.models import is_path
 from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
-from envgym.workers.config import WorkersConfig
+from envgym.workers.config import WorkersConfig, number_format
 
 from .placement import ENGINE, Plan, name_of_service
 
@@ -107,7 +107,7 @@ def of_rank(
 ) -> Memory:
     """A rank of a role. No learner: it only scores. `trained_share`: of the parameters, the share that learns (with an
     adapter, little)."""
-    dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    dtype = number_format(settings.dtype, on_cpu=not on_gpu)
     width = 4 if dtype == "float32" else 2
     numbers = sizes.parameters / settings.tensor_parallel
     ranks = max(1, settings.ranks // settings.tensor_parallel)

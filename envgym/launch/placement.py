@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -162,64 +162,77 @@ def name_of_service(worker: str, services: Sequence[str]) -> str:
 def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequence[str]]) -> Plan:
     """Give every process its machine and GPUs. Parts of a `colocated` set share theirs. A part stays on one machine
     where it can, unless it is to be on several. Without GPUs parts that say nothing are on the first machine."""
-    together = [tuple(part for part in parts if part.name in one) for one in colocated]
-    alone = [(part,) for part in parts if not any(part.name in one for one in colocated)]
-    # Who must be spread chooses first, then who needs most.
-    pools = sorted((pool for pool in (*together, *alone) if pool), key=lambda pool: (-_spread(pool), -_gpus_of(pool)))
+    together = [_Pool(tuple(part for part in parts if part.name in names)) for names in colocated]
+    alone = [_Pool((part,)) for part in parts if not any(part.name in names for names in colocated)]
+    # First those that must be spread, then those that need most.
+    pools = sorted((pool for pool in (*together, *alone) if pool.parts), key=lambda pool: (-pool.machines, -pool.gpus))
     free = [list(range(node.gpus)) for node in nodes]
     slots: dict[str, Slot] = {}
     for pool in pools:
-        taken = _taken(pool, nodes, free) if any(node.gpus for node in nodes) else []
-        for part in pool:
-            each = len(part.workers) // (part.nodes or 1)
-            if not taken and (part.nodes or 1) > len(nodes):
+        gpus = _take(pool, nodes, free) if any(node.gpus for node in nodes) else []
+        for part in pool.parts:
+            if not gpus and (part.nodes or 1) > len(nodes):
                 raise ConfigError(f"{part.name} wants {part.nodes} machines, and there are {len(nodes)}")
-            for number, worker in enumerate(part.workers):
-                first = int(number * part.gpus)
-                own = taken[first : first + ceil(part.gpus)] if part.gpus else []
-                node = own[0][0] if own else number // each if part.nodes else 0
-                slots[worker] = Slot(node, tuple(gpu for _, gpu in own), min(1.0, part.gpus) / len(pool))
-    return Plan(tuple(nodes), tuple(parts), slots, tuple(tuple(part.name for part in pool) for pool in pools))
+            slots |= zip(part.workers, _slots(part, gpus, min(1.0, part.gpus) / len(pool.parts)), strict=True)
+    return Plan(tuple(nodes), tuple(parts), slots, tuple(tuple(part.name for part in pool.parts) for pool in pools))
 
 
-def _gpus_of(pool: Sequence[Part]) -> int:
-    return max(ceil(len(part.workers) * part.gpus) for part in pool)
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Parts that share their GPUs."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def gpus(self) -> int:
+        return max(ceil(len(part.workers) * part.gpus) for part in self.parts)
+
+    @property
+    def machines(self) -> int:
+        """Number of machines that it is spread over evenly; 1: as few as it fits on."""
+        return max(part.nodes or 1 for part in self.parts)
 
 
-def _spread(pool: Sequence[Part]) -> int:
-    return max(part.nodes or 1 for part in pool)
+def _slots(part: Part, gpus: Sequence[tuple[int, int]], share: float) -> Iterator[Slot]:
+    """The place of each process of a part: by its GPUs, out of (machine, GPU) of its pool; else on the machines in
+    turn that the part is to be on."""
+    per_machine = len(part.workers) // (part.nodes or 1)
+    for number in range(len(part.workers)):
+        first = int(number * part.gpus)
+        taken = gpus[first : first + ceil(part.gpus)]
+        yield Slot(taken[0][0] if taken else number // per_machine, tuple(gpu for _, gpu in taken), share)
 
 
-def _taken(pool: Sequence[Part], nodes: Sequence[Node], free: list[list[int]]) -> list[tuple[int, int]]:
-    """Take the GPUs of a pool out of those that are free: (machine, GPU), those of one machine together."""
-    wanted = _gpus_of(pool)
-    if not wanted:
+def _take(pool: _Pool, nodes: Sequence[Node], free: list[list[int]]) -> list[tuple[int, int]]:
+    """Take the GPUs of a pool out of those that are free: (machine, GPU), those of one machine together.
+
+    They are on the machines that have least free beside them. A pool that may be on any, and fits on none, takes what
+    whole processes can use of the machines that have most free.
+    """
+    if not pool.gpus:
         return []
-    spread = _spread(pool)
-    whole = max(ceil(part.gpus) for part in pool)  # GPUs that one process needs on one machine
-    each = ceil(wanted / spread)
-    fitting = sorted((node for node in range(len(nodes)) if len(free[node]) >= each), key=lambda node: len(free[node]))
-    if len(fitting) >= spread:
-        shares = [(node, each) for node in sorted(fitting[:spread])]
-    else:
-        shares, left = [], wanted if spread == 1 else wanted + 1  # those that must be spread evenly do not fit
+    each = ceil(pool.gpus / pool.machines)
+    roomy = sorted((node for node in range(len(nodes)) if len(free[node]) >= each), key=lambda node: len(free[node]))
+    left = pool.gpus
+    counts: dict[int, int] = {}
+    if len(roomy) >= pool.machines:
+        left, counts = 0, dict.fromkeys(sorted(roomy[: pool.machines]), each)
+    elif pool.machines == 1:
+        of_process = max(ceil(part.gpus) for part in pool.parts)
         for node in sorted(range(len(nodes)), key=lambda node: -len(free[node])):
-            count = min(left, len(free[node]) // whole * whole) if spread == 1 else 0
-            shares += [(node, count)] if count else []
-            left -= count
-        if left:
-            raise _does_not_fit(pool, wanted, spread, nodes, free)
-    return [(node, free[node].pop(0)) for node, count in shares for _ in range(count)]
+            counts[node] = min(left, len(free[node]) // of_process * of_process)
+            left -= counts[node]
+    if left:
+        raise _does_not_fit(pool, nodes, free)
+    return [(node, free[node].pop(0)) for node, count in counts.items() for _ in range(count)]
 
 
-def _does_not_fit(
-    pool: Sequence[Part], wanted: int, spread: int, nodes: Sequence[Node], free: Sequence[Sequence[int]]
-) -> ConfigError:
-    names = " and ".join(part.name for part in pool)
+def _does_not_fit(pool: _Pool, nodes: Sequence[Node], free: Sequence[Sequence[int]]) -> ConfigError:
+    names, wanted, spread = " and ".join(part.name for part in pool.parts), pool.gpus, pool.machines
     where = f" on {spread} machines, {ceil(wanted / spread)} each" if spread > 1 else ""
     there = ", ".join(f"{len(left)} of {node.gpus} on {node.name}" for node, left in zip(nodes, free, strict=True))
     return ConfigError(
-        f"{names} need{'s' * (len(pool) == 1)} {wanted} GPU{'s' * (wanted > 1)}{where}; free are {there}: lower "
+        f"{names} need{'s' * (len(pool.parts) == 1)} {wanted} GPU{'s' * (wanted > 1)}{where}; free are {there}: lower "
         "workers.ranks or engine.count, let processes share one (placement.PART.gpus=0.5), or take colocate=all"
     )
 

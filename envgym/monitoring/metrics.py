@@ -117,10 +117,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def token_counts(rows: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
+def token_counts(samples: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
     """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
-    trained, of_text = (sum(int((row.loss_weights > 0).sum()) for row in part) * epochs for part in (rows, text))
-    processed = sum(len(row.token_ids) for row in [*rows, *text]) * epochs
+    trained, of_text = (sum(int((s.loss_weights > 0).sum()) for s in part) * epochs for part in (samples, text))
+    processed = sum(len(sample.token_ids) for sample in [*samples, *text]) * epochs
     counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
     return counts | ({"tokens/pretrain": of_text} if text else {})
 
@@ -136,23 +136,14 @@ def speed_metrics(record: Mapping[str, Any], seconds: float) -> dict[str, float]
     return rates
 
 
-def computing_metrics(
-    info: Mapping[str, Any], rows: Sequence[TrainSample], ranks: int, seconds: float
-) -> dict[str, float]:
-    """The speed of a role's devices while they learned from `rows` for `seconds`: `tflops`, 10^12
-    floating-point operations a second and device, and `mfu`, their share of what the device could do at most.
+def computing_metrics(flops: float, peak_flops: float | None, ranks: int, seconds: float) -> dict[str, float]:
+    """The speed of `ranks` devices that took `flops` floating-point operations in `seconds`: `tflops`, 10^12 operations
+    a second and device, and `mfu`, their share of the `peak_flops` that a device can do, where these are known.
 
-    `info` is the worker's: (a, b) of `flops_per_token`, by which a sequence of T tokens takes a T + b T^2 operations,
-    and `peak_flops` of a device. Empty where the first is not known, without `mfu` where the second is not. Source of
-    MFU: A. Chowdhery et al., "PaLM" (2022), section 4.1.
+    Source of MFU: A. Chowdhery et al., "PaLM" (2022), section 4.1.
     """
-    if info.get("flops_per_token") is None:
-        return {}
-    a, b = info["flops_per_token"]
-    lengths = [len(row.token_ids) for row in rows]
-    flops = sum(a * length + b * length**2 for length in lengths) / (seconds * ranks)
-    utilisation = {"tflops": flops / 1e12}
-    return utilisation | ({"mfu": flops / info["peak_flops"]} if info.get("peak_flops") else {})
+    speed = flops / (seconds * ranks)
+    return {"tflops": speed / 1e12} | ({"mfu": speed / peak_flops} if peak_flops else {})
 
 
 def check_failures(groups: Sequence[Group], max_share: float) -> None:

@@ -66,12 +66,7 @@ class RewardModelClient(RewardClient):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> WorkerHandle:
-        declared = self._declared
-        arguments = {
-            **declared.model_dump(exclude={"too_long", "timeout"}),
-            "cut": declared.too_long == "cut",
-            "deterministic": self._deterministic,
-        }
+        arguments = {"declared": self._declared, "deterministic": self._deterministic}
         # Sampling waits for rewards, so each may use every core.
         environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))}
         target = "envgym.services.reward_worker:RewardWorker"

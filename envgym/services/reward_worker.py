@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from envgym.errors import ConfigError, needs
 from envgym.hub import find_on_hub
@@ -14,14 +13,16 @@ from envgym.render import TextRenderer, make_renderer
 from envgym.render.spelling import after_prompt
 from envgym.run_folder import policy_of_run
 from envgym.types import Message, Observation, as_messages
+from envgym.workers.config import WorkersConfig, number_format
 
 from .client import Text
+from .declarations import RewardModel
 
 
 class RewardWorker:
     """A sequence-classification model with one output, which scores conversations.
 
-        worker = RewardWorker("path/or/hub-id")
+        worker = RewardWorker(RewardModel(model="path/or/hub-id"))
         [(reward, tokens, cut)] = worker.score(["question and answer"])
 
     The reward is read where transformers reads it: at the last token that is not the padding token, of all that the
@@ -31,43 +32,28 @@ class RewardWorker:
     shares its batch, but for rounding; `deterministic` puts each conversation through alone, which leaves none.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        batch_size: int = 16,
-        max_length: int | None = None,
-        cut: bool = False,
-        render: Literal["auto", "raw"] = "auto",
-        dtype: str = "auto",
-        offload: bool = False,
-        normalise: bool = False,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, declared: RewardModel, *, deterministic: bool = False) -> None:
         with needs("torch", "train", "a reward model"):
-            import torch
             import transformers
+
+            from envgym.workers.network import be_deterministic
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-        model = _find_model(model)
+            be_deterministic()
         self._device = _roomiest_device()
-        if dtype == "auto":
-            dtype = "float32" if self._device.type == "cpu" else "bfloat16"
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self._name = model
-        self._batch_size = 1 if deterministic else batch_size
-        self._cut = cut
-        loaded = _load(model, dtype).eval()
+        self._name = _find_model(declared.model)
+        self._batch_size = 1 if deterministic else declared.batch_size
+        self._cuts = declared.too_long == "cut"
+        loaded = _load(self._name, number_format(declared.dtype, on_cpu=self._device.type == "cpu")).eval()
         self._config = loaded.config.get_text_config()
-        self._model = _offloaded(loaded, self._device) if offload else loaded.to(self._device)
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        reads_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn"
-        self._renderer = make_renderer(render, self._tokenizer) if reads_rows or render == "raw" else None
+        self._model = _offloaded(loaded, self._device) if declared.offload else loaded.to(self._device)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(self._name)
+        as_rows = getattr(loaded.config, "reward_at", None) == "end_of_turn" or declared.render == "raw"
+        self._renderer = make_renderer(declared.render, self._tokenizer) if as_rows else None
         self._encoder = self._renderer or TextRenderer(self._tokenizer)
-        self._max_length = max_length or _limit(self._config, self._tokenizer)
-        self._mean, self._std = _statistics(loaded.config, model) if normalise else (0.0, 1.0)
+        self._max_length = declared.max_length or _limit(self._config, self._tokenizer)
+        self._mean, self._std = _statistics(loaded.config, self._name) if declared.normalise else (0.0, 1.0)
 
     def score(self, texts: Sequence[Text]) -> list[tuple[float | None, int, bool]]:
         """(reward, tokens, whether it was cut) of each conversation, in order.
@@ -79,7 +65,7 @@ class RewardWorker:
         fitting = []
         for index, ids in enumerate(sequences):
             too_long = len(ids) > self._max_length
-            if ids and (self._cut or not too_long):
+            if ids and (self._cuts or not too_long):
                 fitting.append((index, self._shortened(ids) if too_long else ids, too_long))
         fitting.sort(key=lambda entry: len(entry[1]))  # stable: equal lengths keep their order
         for start in range(0, len(fitting), self._batch_size):
@@ -196,7 +182,6 @@ def _load(name: str, dtype: str) -> Any:
 def _offloaded(model: Any, device: Any) -> Any:
     """The model behind DeepSpeed's ZeRO 3 of one rank, with its weights in the CPU's memory."""
     from envgym.workers import zero
-    from envgym.workers.config import WorkersConfig
 
     zero.join(None, 0, 1, device)
     json = zero.config(WorkersConfig(offload_parameters=True), None, model.dtype, device)

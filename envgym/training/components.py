@@ -85,7 +85,7 @@ async def start_components(
         config, stage, learner, model, context.runtime, display, sampling, without=apis
     )
     for api in apis.values():
-        api.vocabulary = workers["actor"].info["vocabulary"]
+        api.vocabulary = workers["actor"].info.vocabulary
     sync = None
     if engine is not None:
         assert isinstance(engine, EnginePool), "a run that trains is given engines with tokens"
@@ -172,7 +172,7 @@ def _make_sync(
     quantized: bool,
 ) -> WeightSync:
     """The way of the actor's weights to the engines, and how closely the two must agree after it."""
-    tolerance = stage.sync.tolerance or (1e-3 if actor.info["dtype"] == "float32" else 0.5)
+    tolerance = stage.sync.tolerance or (1e-3 if actor.info.dtype == "float32" else 0.5)
     shared = Path(config.runs_dir, config.name or "", "transfer")
     bucket, by_vllm = stage.sync.bucket_megabytes * 2**20, choose_engine(stage.engine.kind)[0] == TARGETS["vllm"]
     files = FileTransfer(actor, shared, bucket, checkpoint=by_vllm)

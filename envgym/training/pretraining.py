@@ -23,8 +23,8 @@ from envgym.types import Objective, Observation, Task
 
 
 class Pretraining:
-    """Rows of pre-training text, `config.rows` a step: each document once in every pass over the data, each pass in an
-    order of its own, drawn by `seed`.
+    """Samples of pre-training text, `config.rows` a step: each document once in every pass over the data, each pass in
+    an order of its own, drawn by `seed`.
 
     Reads the whole file (documents are tokenised when they are due). Raises `DataError` for one that cannot be read.
     """
@@ -42,12 +42,12 @@ class Pretraining:
         self._cursor = TaskCursor(documents, derived_seed(seed, "pre-training"))
 
     async def next(self) -> list[TrainSample]:
-        """The step's rows: every token counts but the first. Their units and episodes are numbered from -1 downwards,
-        so that they meet nobody else's."""
+        """The step's samples: every token counts but the first. Their units and episodes are numbered from -1
+        downwards, so that they meet nobody else's."""
         documents = await self._cursor.next(self._config.rows)
-        return [self._row(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
+        return [self._sample(str(document.prompt), -1 - index) for index, document in enumerate(documents)]
 
-    def _row(self, text: str, number: int) -> TrainSample:
+    def _sample(self, text: str, number: int) -> TrainSample:
         import numpy as np
 
         token_ids = self._renderer.prompt(Observation(text=text))
@@ -75,9 +75,9 @@ class Pretraining:
         self._cursor.load_state(state)
 
 
-def spread(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Rows dealt out to `parts` optimizer steps, as evenly as their number allows."""
-    return [list(rows[index::parts]) for index in range(parts)]
+def spread(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Samples dealt out to `parts` optimizer steps, as evenly as their number allows."""
+    return [list(samples[index::parts]) for index in range(parts)]
 
 
 class _Documents(TaskSet):

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -22,9 +22,6 @@ from envgym.errors import EnvgymError, RunError, WorkerError
 from envgym.run_folder import STOP, RunFolder, stage_folders
 from envgym.yaml_files import read_yaml
 
-if TYPE_CHECKING:
-    pass
-
 WHERE_IT_RUNS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel")
 """Settings that may be others when a run goes on, with `runtime`, `roles.ROLE.workers` and `steps`."""
 
@@ -32,20 +29,31 @@ WHERE_IT_RUNS = ("workers", "placement", "colocate", "engine.count", "engine.ten
 @contextlib.contextmanager
 def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
     """The run's folder: made and given its config, or, to resume, found. Nobody else trains in it meanwhile. Raises
-    `RunError` otherwise."""
+    `RunError` otherwise. A run without a name is given one."""
     if config.name is None:
         stage = config.stages[-1]
         names = [Path(name.partition(":")[0]).stem or "remote" for name in (stage.env.name, stage.learner.name)]
         config.name = "-".join([*names, time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())])
     folder = Path(config.runs_dir) / config.name
-    if resume:
-        if not (folder / "config.yaml").is_file():
-            raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
-        with locked(folder, "envgym train"):
-            (folder / STOP).unlink(missing_ok=True)
-            _save_changes(folder / "config.yaml", config)
-            yield folder
-        return
+    with _resumed_folder(folder, config) if resume else _new_folder(folder, config):
+        yield folder
+
+
+@contextlib.contextmanager
+def _resumed_folder(folder: Path, config: RunConfig) -> Iterator[None]:
+    """The folder of a run that is resumed."""
+    if not (folder / "config.yaml").is_file():
+        raise RunError(f"{folder} is not a run folder that could be resumed (see: envgym runs)")
+    with locked(folder, "envgym train"):
+        (folder / STOP).unlink(missing_ok=True)
+        _save_changes(folder / "config.yaml", config)
+        yield
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
+    """A new run's folder, in place of one whose run ended before its first step. A user's mistake that is told before
+    anything has begun leaves none behind."""
     if _is_stillborn(folder):
         with locked(folder, "envgym train"):
             if _is_stillborn(folder):
@@ -59,7 +67,7 @@ def claimed_folder(config: RunConfig, *, resume: bool) -> Iterator[Path]:
     with locked(folder, "envgym train"):
         write_atomically(folder / "config.yaml", config.to_yaml())
         try:
-            yield folder
+            yield
         except WorkerError:
             raise  # whose logs are in it
         except EnvgymError:

@@ -1,4 +1,4 @@
-"""The update that a rollout brings: its rows scored, prepared and cut into optimizer steps."""
+"""The update that a rollout brings: its samples scored, prepared and cut into optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """Learns from a step's groups: scores their rows, prepares them and takes the optimizer steps they make up."""
+    """Learns from a step's groups: scores their samples, prepares them and takes the optimizer steps they make up."""
 
     def __init__(self, components: Components, stage: StageConfig, progress: Progress, steps: int) -> None:
         self._components = components
@@ -30,8 +30,8 @@ class Update:
         self._steps = steps
         self.first: dict[int, FloatArray] = {}
         self.last: dict[int, FloatArray] = {}
-        """The trainer's log-probabilities [T] of this step's rows, by the `id` of the row: at the first pass over it,
-        and at the last."""
+        """The trainer's log-probabilities [T] of this step's samples, by the `id` of the sample: at the first pass over
+        it, and at the last."""
 
     async def score(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         """Let every role that scores (reference, critic) add its numbers to the samples that the learner will see."""
@@ -47,53 +47,54 @@ class Update:
                     sample.arrays[role] = output
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Prepare rows and take the optimizer steps they make up, each with denominators over all of it."""
+        """Prepare samples and take the optimizer steps they make up, each with denominators over all of it."""
         progress, learner, pretraining = self._progress, self._components.learner, self._components.pretraining
         self.first, self.last = {}, {}
         with progress.timed("prepare"):
-            rows = learner.prepare(groups)
-            if not rows:
+            samples = learner.prepare(groups)
+            if not samples:
                 raise RunError(f"step {progress.step + 1}: the learner found nothing to learn from")
-            progress.record |= learner.metrics(rows)
+            progress.record |= learner.metrics(samples)
             text = [] if pretraining is None else await pretraining.next()
         logged = []
         with progress.timed("learn"):
-            for row in rows:
-                row.current = row.versions == (progress.step,)
+            for sample in samples:
+                sample.current = sample.versions == (progress.step,)
             for _ in range(learner.config.epochs):
-                parts = cut(rows, learner.config.minibatches)
+                parts = cut(samples, learner.config.minibatches)
                 for part, its_text in zip(parts, spread(text, len(parts)), strict=True):
                     logged.append(await self.take(part, its_text))
-                    for row in rows:
-                        row.current = False  # the weights have moved on from those that sampled it
-        progress.record |= over_steps(logged) | token_counts(rows, text, learner.config.epochs)
+                    for sample in samples:
+                        sample.current = False  # the weights have moved on from those that sampled it
+        progress.record |= over_steps(logged) | token_counts(samples, text, learner.config.epochs)
         progress.max_mismatch = max(progress.max_mismatch, progress.record.get("mismatch/max", 0.0))
         progress.tokens["trained"] += progress.record["tokens/trained"]
         learner.observe(progress.record)
 
-    async def take(self, rows: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
+    async def take(self, samples: Sequence[TrainSample], text: Sequence[TrainSample]) -> dict[str, float]:
         """One step of every trained role; the policy also learns from `text`. Returns what they log: the policy's
         numbers under their own names, another role's behind its name."""
         components, progress = self._components, self._progress
         sampling, sync = components.sampling, components.sync
         logged: dict[str, float] = {}
-        denominators = components.learner.denominators([*rows, *text])
+        denominators = components.learner.denominators([*samples, *text])
         for role, spec in components.learner.roles.items():
             if not spec.trained or progress.step < spec.idle_steps:
                 continue
             lr = learning_rate(self._config_of(role), progress.optimizer_steps, self._steps)
             worker, started = components.workers[role], time.monotonic()
-            own = [*rows, *text] if role == "actor" else rows
-            metrics = await worker.accumulate(own, denominators)
+            learned = [*samples, *text] if role == "actor" else samples
+            metrics = await worker.accumulate(learned, denominators)
             if role == "actor" and components.learner.needs_samples:
-                found = {id(row): line for row, line in await worker.learned_logprobs()}
-                self.first, self.last = found | self.first, self.last | found
+                logprobs = {id(sample): line for sample, line in await worker.learned_logprobs()}
+                self.first, self.last = logprobs | self.first, self.last | logprobs
             whole = sampling.top_p == 1 and not sampling.top_k  # else they differ by the cut
             if role == "actor" and sync is not None and whole:
                 # Before the first step of an update, sampler and trainer are the same policy, or a sync was lost.
                 sync.check("this step's episodes", metrics.get("mismatch/mean_abs", 0.0))
             metrics |= await worker.step(lr) | {"lr": lr}
-            metrics |= computing_metrics(worker.info, own, worker.settings.ranks, time.monotonic() - started)
+            flops, seconds = worker.info.flops(learned), time.monotonic() - started
+            metrics |= computing_metrics(flops, worker.info.peak_flops, worker.settings.ranks, seconds)
             prefix = "" if role == "actor" else f"{role}/"
             logged |= {f"{prefix}{name}": value for name, value in metrics.items()}
         progress.optimizer_steps += 1
@@ -105,12 +106,12 @@ class Update:
         return config if own is None or own.lr is None else config.model_copy(update={"lr": own.lr})
 
 
-def cut(rows: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
-    """Rows in `parts` consecutive pieces of about as many units each; a unit is never cut."""
-    units = list(dict.fromkeys(row.batch_unit for row in rows))
+def cut(samples: Sequence[TrainSample], parts: int) -> list[list[TrainSample]]:
+    """Samples in `parts` consecutive pieces of about as many units each; a unit is never cut."""
+    units = list(dict.fromkeys(sample.batch_unit for sample in samples))
     parts = min(parts, len(units))
     piece = {unit: index * parts // len(units) for index, unit in enumerate(units)}
-    return [[row for row in rows if piece[row.batch_unit] == index] for index in range(parts)]
+    return [[sample for sample in samples if piece[sample.batch_unit] == index] for index in range(parts)]
 
 
 def steps_of(stage: StageConfig, n_tasks: int | None) -> int:

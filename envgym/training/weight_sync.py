@@ -79,14 +79,14 @@ class WeightSync:
             self.check("the probe of an engine that was started anew", differences[0])
 
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
-        adapter = self.actor.info["adapter"]
+        adapter = self.actor.info.adapter
         if not adapter or (self.base_is_quantized and with_base):
             self.receipt = await (self.files if adapter else self.transfer).send(engine, version)
         if adapter:
             await self._send_adapter(engine, version)
 
     async def _send_adapter(self, engine: EnginePool, version: int) -> None:
-        folder = await self.files.place(engine, 8 * self.actor.info["n_trained"])
+        folder = await self.files.place(engine, 8 * self.actor.info.n_trained)
         try:
             await self.actor.export_adapter(str(folder))
             await engine.tell("load_adapter", str(folder), version)

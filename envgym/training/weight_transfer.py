@@ -167,7 +167,7 @@ class IpcTransfer:
 def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, workers_per_engine: int) -> Transfer:
     """The transfer that the settings ask for. Raises `ConfigError` for one that cannot be had."""
     if config.transfer != "files":
-        if actor.info["device"] == "cpu":
+        if actor.info.device == "cpu":
             raise ConfigError(
                 f"sync.transfer={config.transfer} is between GPUs, and the actor is on a CPU: leave it out"
             )
@@ -186,5 +186,4 @@ async def no_other(number: int) -> EngineClient:
 
 
 def _bytes_of(actor: WorkerGroup) -> int:
-    n_parameters: int = actor.info["n_parameters"]
-    return n_parameters * (4 if actor.info["dtype"] == "float32" else 2)
+    return actor.info.n_parameters * (4 if actor.info.dtype == "float32" else 2)

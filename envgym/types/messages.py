@@ -1,4 +1,4 @@
-"""What environment and policy say to each other: messages, tools, tasks, observations and actions."""
+"""The conversation between environment and policy: messages, tools, tasks, observations and actions."""
 
 from __future__ import annotations
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from envgym.learner import LearnerConfig
 
 
+def number_format(dtype: str, *, on_cpu: bool) -> str:
+    """The number format of weights that a setting `dtype` asks for: `auto` is float32 on a CPU, elsewhere bfloat16."""
+    return dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
+
+
 class WorkersConfig(Settings):
     """Spread of a model over processes and memory. None of it changes what is learned, but for rounding."""
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from envgym.errors import WorkerDied, WorkerError
 from envgym.learner import TrainSample
 from envgym.processes.runtime import CALL_SECONDS, Runtime, WorkerHandle
 
-from .config import WorkersConfig
-from .lora import LoraConfig
 from .metrics import merge
 from .micro_batches import micro_batches
+from .spec import RankInfo, WorkerSpec
 
 if TYPE_CHECKING:
     from envgym.learner import FloatArray
@@ -27,67 +26,41 @@ the peer's own end explains more."""
 class WorkerGroup:
     """The ranks of one role. Every call runs on all of them at once, and fails as soon as one of them does."""
 
-    def __init__(self, role: str, handles: Sequence[WorkerHandle], settings: WorkersConfig) -> None:
-        self.role = role
-        self.settings = settings
-        self.info: dict[str, Any] = {}
-        """Rank 0's `ModelWorker.info`."""
+    info: RankInfo
+    """Rank 0's, once the model is loaded."""
+
+    def __init__(self, spec: WorkerSpec, handles: Sequence[WorkerHandle]) -> None:
+        self.role = spec.role
+        self.settings = spec.settings
+        self._spec = spec
         self._handles = list(handles)
         self._closing: list[asyncio.Task[None]] = []
         self._forward = "forward"
 
     @classmethod
-    async def start(
-        cls,
-        runtime: Runtime,
-        *,
-        role: str,
-        model: str,
-        settings: WorkersConfig,
-        lora: LoraConfig | None = None,
-        learner: str | None = None,
-        learner_config: Mapping[str, Any] | None = None,
-        trained: bool = True,
-        head: Literal["lm", "scalar"] = "lm",
-        top_k: int = 0,
-        seed: int = 0,
-        deterministic: bool = False,
-        after: asyncio.Future[Any] | None = None,
-    ) -> Self:
-        """Start `settings.ranks` workers and load the model in each; see `ModelWorker` for the arguments.
+    async def start(cls, runtime: Runtime, spec: WorkerSpec, *, after: asyncio.Future[Any] | None = None) -> Self:
+        """Start the ranks that `spec.settings` ask for, and load the model in each.
 
         On an accelerator models are loaded `after` what is given has ended: an engine that starts there measures how
         much memory is free.
         """
-        shared = {
-            "role": role,
-            "model": model,
-            "learner": learner,
-            "learner_config": dict(learner_config or {}),
-            "settings": settings.model_dump(),
-            "lora": (lora or LoraConfig()).model_dump(),
-            "trained": trained,
-            "head": head,
-            "top_k": top_k,
-            "world_size": settings.ranks,
-            "seed": seed,
-            "deterministic": deterministic,
-        }
         starting = [
             asyncio.ensure_future(
-                runtime.start("envgym.workers.model:ModelWorker", {**shared, "rank": rank}, name=f"{role}-{rank}")
+                runtime.start(
+                    "envgym.workers.model:ModelWorker", {"spec": spec, "rank": rank}, name=f"{spec.role}-{rank}"
+                )
             )
-            for rank in range(settings.ranks)
+            for rank in range(spec.settings.ranks)
         ]
         try:
-            group = cls(role, await asyncio.gather(*starting), settings)
+            group = cls(spec, await asyncio.gather(*starting))
         except BaseException:
             await _close_started(starting)
             raise
         try:
             if after is not None and await group._handles[0].call("device_type") != "cpu":
                 await asyncio.wait({after})
-            address = await group._handles[0].call("address") if settings.ranks > 1 else None
+            address = await group._handles[0].call("address") if spec.settings.ranks > 1 else None
             group.info = (await group.on_all("load", address))[0]
         except BaseException:
             await group.close()
@@ -97,32 +70,32 @@ class WorkerGroup:
     def without_adapter(self, role: str) -> WorkerGroup:
         """The same workers as another role, which answers as this one did before it learned: `forward` leaves the LoRA
         adapter out. It is closed with this one."""
-        view = WorkerGroup(role, self._handles, self.settings)
+        view = WorkerGroup(replace(self._spec, role=role), self._handles)
         view.info = self.info
         view._forward = "forward_base"
         return view
 
     # -- scoring and learning -----------------------------------------------------------------------------
 
-    async def forward(self, rows: Sequence[TrainSample]) -> list[FloatArray]:
-        """One float32 array [T] a row, in order; see `ModelWorker.forward`."""
-        if not rows:
+    async def forward(self, samples: Sequence[TrainSample]) -> list[FloatArray]:
+        """One float32 array [T] a sample, in order; see `ModelWorker.forward`."""
+        if not samples:
             return []
-        by_length = sorted(range(len(rows)), key=lambda index: -len(rows[index].token_ids))
+        by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index].token_ids))
         n_shares = self._n_shares
         shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]  # no rank may stay away (ZeRO-3)
-        bare = [replace(row, arrays={}) for row in rows]
+        bare = [replace(sample, arrays={}) for sample in samples]
         results = await self._on_shares(self._forward, [([bare[index] for index in share],) for share in shares])
         scores: dict[int, FloatArray] = {}
         for share, result in zip(shares, results[:: self.settings.ranks_per_row], strict=True):
             scores.update(zip(share, result, strict=True))
-        return [scores[index] for index in range(len(rows))]
+        return [scores[index] for index in range(len(samples))]
 
-    async def accumulate(self, rows: Sequence[TrainSample], denominators: Mapping[str, float]) -> dict[str, float]:
+    async def accumulate(self, samples: Sequence[TrainSample], denominators: Mapping[str, float]) -> dict[str, float]:
         """The gradient of one optimizer step, over all ranks. `step` applies it. Returns the learner's metrics and
         `mismatch/…`."""
-        shares = micro_batches(rows, self.settings.budget, self._n_shares, packed=self.info["packed"])
-        self._accumulated = [[row for batch in share for row in batch] for share in shares]
+        shares = micro_batches(samples, self.settings.budget, self._n_shares, packed=self.info.packed)
+        self._accumulated = [[sample for batch in share for sample in batch] for share in shares]
         results = await self._on_shares("accumulate", [(share, dict(denominators)) for share in shares])
         return merge(
             # Ranks that share rows have the same sums to say of them, but may differ in what is the largest.
@@ -131,10 +104,10 @@ class WorkerGroup:
         )
 
     async def learned_logprobs(self) -> list[tuple[TrainSample, FloatArray]]:
-        """The rows that were accumulated last, each with the log-probabilities [T] that it was learned with."""
+        """The samples that were accumulated last, each with the log-probabilities [T] that it was learned with."""
         results = (await self.on_all("learned_logprobs"))[:: self.settings.ranks_per_row]
         shares = zip(self._accumulated, results, strict=True)
-        return [pair for rows, lines in shares for pair in zip(rows, lines, strict=True)]
+        return [pair for samples, lines in shares for pair in zip(samples, lines, strict=True)]
 
     async def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step for what was accumulated. Returns what it logs; see `ModelWorker.step`."""

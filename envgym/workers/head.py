@@ -163,45 +163,47 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropies: torch.Tensor | None = None) -> tuple[Any, ...]:
-        vocabulary, rescaling = ctx.vocabulary, ctx.vocabulary.rescaling
-        hidden, weight = vocabulary.hidden, vocabulary.weight
+    def backward(ctx: Any, d_logprobs: torch.Tensor, d_entropies: torch.Tensor | None = None) -> tuple[Any, ...]:
+        vocabulary, weight = ctx.vocabulary, ctx.vocabulary.weight
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # The factor between a logit and what is made of it, once for each row instead of for each logit.
-        of_targets = of_logprobs / vocabulary.temperatures[:, None] * rescaling.scale
-        of_logprobs = of_targets.sum(1)
-        if ctx.graph and of_entropies is not None:
-            of_entropies = of_entropies / vocabulary.temperatures * rescaling.scale
-        d_hidden = torch.zeros_like(hidden, dtype=of_logprobs.dtype) if wants_hidden else None
+        # The factor between a logit and z, once for each row instead of for each logit.
+        temperatures, scale = vocabulary.temperatures, vocabulary.rescaling.scale
+        d_targets = d_logprobs / temperatures[:, None] * scale
+        d_entropies = d_entropies / temperatures * scale if ctx.graph and d_entropies is not None else None
+        d_hidden = torch.zeros_like(vocabulary.hidden, dtype=d_targets.dtype) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
         d_bias = torch.empty_like(vocabulary.bias) if wants_bias and vocabulary.bias is not None else None
         for part in vocabulary.slices:
-            logits = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
-            ctx.logits = None  # overwritten below
-            slope = None
-            if rescaling.cap is not None:
-                slope = 1 - (logits * (vocabulary.temperatures / rescaling.cap)[:, None]).square()
-            logits.sub_(ctx.total[:, None])  # now log p
-            if of_entropies is not None and ctx.graph:
-                factor = (logits + ctx.entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
-                gradient = logits.exp_().mul_(factor)
-                del factor
-            else:
-                gradient = logits.exp_().mul_(-of_logprobs[:, None])
-            vocabulary.add_at_targets(gradient, part, of_targets)
-            if slope is not None:
-                gradient.mul_(slope)
+            gradient = _logits_gradient(ctx, part, d_targets, d_entropies)
             if d_bias is not None:
                 d_bias[part] = gradient.sum(0)
-            gradient = gradient.to(weight.dtype)
+            d_logits = gradient.to(weight.dtype)
             if d_hidden is not None:
                 if weight.dtype == d_hidden.dtype:
-                    d_hidden.addmm_(gradient, weight[part])
+                    d_hidden.addmm_(d_logits, weight[part])
                 else:
-                    d_hidden += gradient @ weight[part]
+                    d_hidden += d_logits @ weight[part]
             if d_weight is not None:
-                torch.mm(gradient.t(), hidden, out=d_weight[part])
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 6
+                torch.mm(d_logits.t(), vocabulary.hidden, out=d_weight[part])
+            del gradient, d_logits  # or there would be those of two slices at once
+        return None if d_hidden is None else d_hidden.to(vocabulary.hidden.dtype), d_weight, d_bias, *[None] * 6
+
+
+def _logits_gradient(ctx: Any, part: slice, d_targets: torch.Tensor, d_entropies: torch.Tensor | None) -> torch.Tensor:
+    """[N, width] the gradient of a slice's logits, for that of the targets' log-probabilities [N, K] and of the
+    entropies [N]. It is computed in the memory of the logits."""
+    vocabulary, cap = ctx.vocabulary, ctx.vocabulary.rescaling.cap
+    z = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
+    ctx.logits = None  # overwritten here
+    slope = None if cap is None else 1 - (z * (vocabulary.temperatures / cap)[:, None]).square()
+    log_p, d_rows = z.sub_(ctx.total[:, None]), d_targets.sum(1)
+    if d_entropies is None:
+        gradient = log_p.exp_().mul_(-d_rows[:, None])
+    else:
+        factor = (log_p + ctx.entropies[:, None]).mul_(-d_entropies[:, None]).sub_(d_rows[:, None])
+        gradient = log_p.exp_().mul_(factor)
+    vocabulary.add_at_targets(gradient, part, d_targets)  # 1_y
+    return gradient if slope is None else gradient.mul_(slope)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,16 +71,17 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         temperatures: torch.Tensor,
         others: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return float32 [B, T] each: `logprobs` and, in training mode, `entropy`; or `values`. Where experts are
-        balanced, training mode adds the scalar `balance`. `others` [B, T, K] are tokens in the place of token t whose
-        log-probabilities are asked for too: `others`, float32 [B, T, K]. With `top_k`, `likeliest` alone: float32
-        [B, T, k, 2] log-probabilities of the tokens that are likeliest in the place of token t, and their ids.
+        """Outputs by name, float32:
+
+        logprobs   [B, T]; in training mode with `entropy` [B, T]; 0 for tokens that are not `wanted`, and at t = 0
+        others     [B, T, K] beside them, the log-probabilities of the tokens that `others` [B, T, K] has in place of t
+        likeliest  [B, T, k, 2] instead of them with `top_k`: the likeliest tokens' log-probabilities, and their ids
+        values     [B, T] with a scalar head, of all tokens; 0 for padding, if packed
+        balance    a scalar more in training mode, where experts are balanced
 
         token_ids [B, T] are rows of `lengths` [B], padded on the right: attention is causal, so no real token ever
-        sees padding and no mask is needed. `wanted` [B, T] bool: tokens that are asked about; for the others, and
-        t = 0, both numbers are 0, and nothing is computed of them beyond hidden states. `temperatures` [B, T] divide
-        the logits that predict each token. With a scalar head all values come (0 for padding, if packed) and both are
-        ignored.
+        sees padding and no mask is needed. wanted [B, T] bool; of the other tokens nothing is computed beyond hidden
+        states. temperatures [B, T] divide the logits that predict each token.
         """
         length = token_ids.shape[1]
         real = torch.arange(length, device=token_ids.device) < lengths[:, None]
@@ -89,26 +90,39 @@ class TokenScorer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         if self.balance and self.training:
             outputs["balance"] = balance_loss(self.model, answer.router_logits, None if self.packed else real)
         if self.head == "scalar":
-            values = scalar_head(self.model)(hidden).squeeze(-1).float()
-            if self.packed:
-                values = values.new_zeros(real.shape).masked_scatter(real, values)
-            return outputs | {"values": self.slices.join(values, length)}
+            return outputs | {"values": self._values(hidden, real)}
         # the state at t - 1 predicts token t
         targets, asked, scales = (self.slices.own(whole, ahead=1) for whole in (token_ids, wanted, temperatures))
         states = hidden[0, asked[real]] if self.packed else hidden[asked]
-        head = self.model.get_output_embeddings()
         if self.top_k:
-            top = torch.stack(head(states, None, scales[asked], False, False, self.top_k), 2).float()
-            return outputs | {"likeliest": self._at_tokens(top, asked, length)}
-        of_each = targets[asked][:, None]
+            return outputs | {"likeliest": self._at_tokens(self._likeliest(states, scales[asked]), asked, length)}
+        targets = targets[asked][:, None]
         if others is not None:
-            of_each = torch.cat([of_each, self.slices.own(others, ahead=1)[asked]], 1)
-        logprobs, *entropy = head(states, of_each, scales[asked], self.training, self.entropy)
-        numbers = self._at_tokens(torch.cat([logprobs, *(one[:, None] for one in entropy)], 1), asked, length)
+            targets = torch.cat([targets, self.slices.own(others, ahead=1)[asked]], 1)
+        numbers = self._at_tokens(self._logprobs(states, targets, scales[asked]), asked, length)
         outputs["logprobs"] = numbers[..., 0]
         if others is not None:
-            outputs["others"] = numbers[..., 1 : 1 + others.shape[2]]
-        return outputs | ({"entropy": numbers[..., -1]} if entropy else {})
+            outputs["others"] = numbers[..., 1 : targets.shape[1]]
+        return outputs | ({"entropy": numbers[..., -1]} if self.training else {})
+
+    def _values(self, hidden: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """[B, T] the scalar head's values."""
+        values = scalar_head(self.model)(hidden).squeeze(-1).float()
+        if self.packed:
+            values = values.new_zeros(real.shape).masked_scatter(real, values)
+        return self.slices.join(values, real.shape[1])
+
+    def _likeliest(self, states: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """[N, k, 2] log-probabilities and ids of the tokens likeliest after `states` [N, hidden size]."""
+        head = self.model.get_output_embeddings()
+        return torch.stack(head(states, None, temperatures, False, False, self.top_k), 2).float()
+
+    def _logprobs(self, states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """[N, K] log-probabilities of `targets` [N, K] after `states` [N, hidden size]; in training mode with one more
+        column: the entropies."""
+        head = self.model.get_output_embeddings()
+        logprobs, *entropies = head(states, targets, temperatures, self.training, self.entropy)
+        return torch.cat([logprobs, *(column[:, None] for column in entropies)], 1)
 
     def _at_tokens(self, numbers: torch.Tensor, asked: torch.Tensor, length: int) -> torch.Tensor:
         """[B, T, …] the numbers [N, …] of the states that `asked` [B, t] picks, each at the token after it; else 0."""
@@ -276,14 +290,15 @@ def use_packing(network: TokenScorer, engine: Any, setting: bool | Literal["auto
     real = steps <= lengths[:, None]
     token_ids = (steps * lengths[:, None] % network.model.get_input_embeddings().num_embeddings).where(real, 0)
     asked = real & (steps > 1)
+
+    def outputs(packed: bool) -> torch.Tensor:
+        network.packed = packed
+        [numbers] = engine(token_ids, lengths, asked, torch.ones(2, 9, device=device)).values()
+        return numbers[asked]
+
     engine.eval()
     with torch.no_grad():
-        outputs = []
-        for network.packed in (False, True):
-            outputs.append(
-                next(iter(engine(token_ids, lengths, asked, torch.ones(2, 9, device=device)).values()))[asked]
-            )
-    padded, packed = outputs
+        padded, packed = outputs(False), outputs(True)
     tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 2e-2
     network.packed = bool((packed - padded).abs().mean() < tolerance * padded.abs().mean())
     if setting is True and not network.packed:

@@ -13,25 +13,24 @@ import torch
 from envgym.errors import RunError
 
 from . import checkpoint, reshard
+from .config import WorkersConfig, number_format
 from .export import WeightExport
 from .parameters import averaged_parameters
 
 if TYPE_CHECKING:
     from envgym.learner import Learner
 
-    from .config import WorkersConfig
     from .optimizer import MovingAverage
+    from .spec import WorkerSpec
 
 
 class ModelState(WeightExport):
     """Files of a `ModelWorker`. Ranks must be called together."""
 
-    role: str
-    trained: bool
-    world_size: int
-    seed: int
-    device: torch.device
+    spec: WorkerSpec
     settings: WorkersConfig
+    trained: bool
+    device: torch.device
     learner: Learner | None
     engine: Any
     average: MovingAverage | None
@@ -40,9 +39,7 @@ class ModelState(WeightExport):
     @property
     def dtype(self) -> torch.dtype:
         """The number format of the weights."""
-        if self.settings.dtype == "auto":
-            return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        dtype: torch.dtype = getattr(torch, number_format(self.settings.dtype, on_cpu=self.device.type == "cpu"))
         return dtype
 
     def export_adapter(self, folder: str) -> None:
@@ -96,7 +93,7 @@ class ModelState(WeightExport):
         """Settings that the files of a checkpoint depend on."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {
-            "world_size": self.world_size,
+            "world_size": self.settings.ranks,
             "zero_stage": self.settings.runs_as(dtype, trained=self.trained),
             "tensor_parallel": self.settings.tensor_parallel,
         }
@@ -104,11 +101,11 @@ class ModelState(WeightExport):
     def load_state(self, folder: str) -> None:
         """Go on from `save_state`, bit for bit where it is of as many ranks and the same ZeRO stage. Raises `RunError`
         where it is not there, or cannot be spread over these ranks."""
-        state = checkpoint.read_rank(folder, self.role, 0)
+        state = checkpoint.read_rank(folder, self.spec.role, 0)
         if any(state.get(name, own) != own for name, own in self._spread.items()):
             self._load_of_others(folder, state)
             return
-        state = checkpoint.read_rank(folder, self.role, self.rank)
+        state = checkpoint.read_rank(folder, self.spec.role, self.rank)
         self.engine.load_checkpoint(folder, tag="deepspeed", load_module_strict=self.adapter is None)
         if self.average is not None:
             if "average" not in state:
@@ -124,6 +121,6 @@ class ModelState(WeightExport):
         self._seed_generators()
 
     def _seed_generators(self) -> None:
-        random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)
-        torch.manual_seed(self.seed)
+        random.seed(self.spec.seed)
+        np.random.seed(self.spec.seed % 2**32)
+        torch.manual_seed(self.spec.seed)

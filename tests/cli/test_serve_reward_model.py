@@ -21,7 +21,7 @@ import pytest
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net.server import running
 from envgym.net.tokens import made_token
-from envgym.services import RewardEndpoint
+from envgym.services import RewardEndpoint, RewardModel
 from envgym.services.client import Assessment, RewardClient
 from envgym.services.reward import RewardEndpointClient
 from envgym.services.reward_server import RewardServer
@@ -88,7 +88,7 @@ def server(tiny_reward_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(tiny_reward_model):
-    worker = RewardWorker(str(tiny_reward_model))
+    worker = RewardWorker(RewardModel(model=str(tiny_reward_model)))
     return [reward for reward, _, _ in worker.score([*TEXTS, CONVERSATION])]
 
 

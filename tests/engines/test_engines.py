@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from envgym.engine import Generation, Request, SamplingParams
 from envgym.engines import TARGETS, choose_engine
+from envgym.engines.spec import EngineSpec
 from envgym.errors import ConfigError, MissingDependency, PromptTooLong, WorkerError
 from envgym.models.weights_file import cut, read_weights, write_bucket, write_weights
 from envgym.processes.local import LocalRuntime
@@ -26,7 +27,7 @@ class EngineProcess:
     def __init__(self, kind: str, model: Path, logs: Path) -> None:
         self.runner = asyncio.Runner()
         self.runtime = LocalRuntime(logs)
-        kwargs = {"model": str(model), "max_model_len": CONTEXT}
+        kwargs = {"spec": EngineSpec(str(model), max_model_len=CONTEXT)}
         start = self.runtime.start(TARGETS[kind], kwargs, name=kind, environ={"OMP_NUM_THREADS": "1"})
         self.worker = self.runner.run(start)
 
@@ -312,7 +313,7 @@ def test_a_model_that_does_not_load(kind, tmp_path):
 
     async def start(model):
         runtime = LocalRuntime(tmp_path / "logs")
-        await runtime.start(TARGETS[kind], {"model": str(model)}, name="e")
+        await runtime.start(TARGETS[kind], {"spec": EngineSpec(str(model))}, name="e")
 
     for name, said in (
         ("absent", "no model folder"),

@@ -11,14 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from envgym.engines import TARGETS
+from envgym.engines.spec import EngineSpec
 from envgym.engines.transformers import TransformersEngine
-from envgym.learner import TrainSample
+from envgym.learner import RoleSpec, TrainSample
 from envgym.models.weights_file import read_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.types import Row, Segment, int_array
 from envgym.workers import export
+from envgym.workers.config import WorkersConfig
 from envgym.workers.export import Parameters
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 FAMILIES = {
@@ -60,7 +63,7 @@ def make_worker():
     """make_worker(folder) -> a worker that holds the model as one that learns would, and its scores of a text."""
 
     def make(folder):
-        worker = ModelWorker(role="actor", model=str(folder), trained=False, settings={"dtype": "float32"})
+        worker = ModelWorker(WorkerSpec("actor", str(folder), RoleSpec(), settings=WorkersConfig(dtype="float32")))
         worker.load()
         [scores] = worker.forward([TrainSample.of(Row([Segment("action", int_array(IDS))]))])
         return worker, scores[1:]
@@ -124,7 +127,7 @@ def test_the_fallback_engine_is_given_its_own_names(make_model, make_worker, tmp
     worker, expected = make_worker(make_model(kind, 1))
 
     async def main():
-        engine = TransformersEngine(str(make_model(kind, 0)))
+        engine = TransformersEngine(EngineSpec(str(make_model(kind, 0))))
         before = await engine.score(IDS)
         await engine.begin_weights()
         count = 0
@@ -147,7 +150,7 @@ def test_vllm_samples_from_what_it_is_given(make_model, make_worker, tmp_path, k
     async def main():
         runtime = LocalRuntime(tmp_path / "logs")
         try:
-            arguments = {"model": str(tmp_path / f"{kind}-0"), "max_model_len": 128}
+            arguments = {"spec": EngineSpec(str(tmp_path / f"{kind}-0"), max_model_len=128)}
             engine = await runtime.start(TARGETS["vllm"], arguments, name="vllm", environ={"OMP_NUM_THREADS": "1"})
             scores = [await engine.call("score", IDS)]
             for version, (worker, _) in enumerate((second, first), start=1):

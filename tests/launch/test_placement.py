@@ -181,8 +181,8 @@ def test_the_engine_takes_the_share_of_a_gpu_that_is_planned(settings, services,
     assert planned == pytest.approx(given or share)
     with contextlib.suppress(ConfigError):
         asyncio.run(start_engine(config, chosen, "model", PlacedRuntime(runtime, plan), Display()))
-    taken = {"gpu_memory_utilization": runtime.kwargs["gpu_share"], **runtime.kwargs["engine_args"]}
-    assert taken["gpu_memory_utilization"] == pytest.approx(planned)
+    spec = runtime.kwargs["spec"]
+    assert spec.engine_args.get("gpu_memory_utilization", spec.gpu_share) == pytest.approx(planned)
 
 
 def test_a_way_for_weights_that_these_gpus_have_not_is_refused_with_the_plan():

@@ -15,7 +15,10 @@ from transformers import (
 )
 
 from envgym.cli import main
+from envgym.learner import RoleSpec
+from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 
 IDS = torch.arange(3, 60)[None]
 
@@ -82,6 +85,7 @@ def test_a_base_without_a_tokenizer(adapter, tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("base", ["tiny_reward_model", "tiny_model"], ids=["has a head", "has none"])
 def test_a_reward_model(base, request, tmp_path, capsys):
+    from envgym.services import RewardModel
     from envgym.services.reward_worker import RewardWorker
 
     folder = request.getfixturevalue(base)
@@ -94,7 +98,7 @@ def test_a_reward_model(base, request, tmp_path, capsys):
         torch.testing.assert_close(merged(input_ids=IDS).logits, logits, atol=1e-5, rtol=0)
         ids = AutoTokenizer.from_pretrained(folder).encode(f"{text}<|im_end|>", return_tensors="pt")
         expected = float(merged(input_ids=ids).logits[0, 0])
-    [(reward, _, _)] = RewardWorker(str(tmp_path / "merged")).score([text])
+    [(reward, _, _)] = RewardWorker(RewardModel(model=str(tmp_path / "merged"))).score([text])
     assert reward == pytest.approx(expected, abs=1e-5)
 
 
@@ -104,7 +108,8 @@ def worker_of(tiny_model):
     workers = []
 
     def make(head, **lora):
-        worker = ModelWorker(role="actor", model=str(tiny_model), head=head, lora={"rank": 4, **lora})
+        role = RoleSpec(trained=True, head=head)
+        worker = ModelWorker(WorkerSpec("actor", str(tiny_model), role, lora=LoraConfig(rank=4, **lora)))
         workers.append(worker)
         worker.load()
         torch.manual_seed(3)

@@ -15,6 +15,7 @@ from envgym.monitoring.metrics import (
     token_counts,
 )
 from envgym.types import Episode, Group, Message, Objective, Outcome, Row, Segment, StopReason, Task, Turn
+from envgym.workers.spec import RankInfo
 
 
 def episode(result, tokens=2, **metrics):
@@ -169,11 +170,10 @@ def test_a_step_that_samples_nothing_is_as_fast_as_the_tokens_it_processes():
 def test_utilisation_by_hand():
     """Rows of 10 and 6 tokens at 1e9 a token and 1e8 a token and token: 16e9 + 136e8 operations; in 2 s on 2 devices
     7.4e9 a second each."""
-    info = {"flops_per_token": (1e9, 1e8), "peak_flops": 1e11}
-    told = computing_metrics(info, [learned(10, 4), learned(6, 3)], 2, 2.0)
+    info = RankInfo(1, 1, False, "cuda:0", "bfloat16", 97, "sdpa", False, (1e9, 1e8), 1e11)
+    told = computing_metrics(info.flops([learned(10, 4), learned(6, 3)]), info.peak_flops, 2, 2.0)
     assert told == pytest.approx({"tflops": 7.4e-3, "mfu": 0.074})
-    assert computing_metrics({**info, "peak_flops": None}, [learned(10, 4)], 1, 1.0) == pytest.approx({"tflops": 0.02})
-    assert computing_metrics({}, [learned(10, 4)], 1, 1.0) == {}
+    assert computing_metrics(info.flops([learned(10, 4)]), None, 1, 1.0) == pytest.approx({"tflops": 0.02})
 
 
 # -- held-out tasks ---------------------------------------------------------------------------------------

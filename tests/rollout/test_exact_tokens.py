@@ -14,6 +14,7 @@ from envgym.agents.multi_turn import MultiTurn, MultiTurnConfig
 from envgym.engine import SamplingParams
 from envgym.engines import TARGETS
 from envgym.engines.client import EngineClient
+from envgym.engines.spec import EngineSpec
 from envgym.processes.local import LocalRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
@@ -70,7 +71,7 @@ async def play(kind, folder, logs, recording):
     try:
         engine = recording(
             await EngineClient.start(
-                runtime, TARGETS[kind], {"model": str(folder), "max_model_len": 256}, {"OMP_NUM_THREADS": "1"}
+                runtime, TARGETS[kind], {"spec": EngineSpec(str(folder), max_model_len=256)}, {"OMP_NUM_THREADS": "1"}
             )
         )
         runner = Runner(

@@ -8,6 +8,7 @@ import pytest
 import envgym
 from envgym.engine import Request, SamplingParams
 from envgym.engines.client import EngineClient
+from envgym.engines.spec import EngineSpec
 from envgym.errors import InvalidOutcome, PromptTooLong
 from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
@@ -29,7 +30,7 @@ def with_policy(tiny_model, body, *, deterministic=False):
 
     async def main():
         runtime = InlineRuntime()
-        arguments = {"model": str(tiny_model), "deterministic": deterministic}
+        arguments = {"spec": EngineSpec(str(tiny_model), deterministic=deterministic)}
         engine = await EngineClient.start(runtime, "envgym.engines.transformers:TransformersEngine", arguments, {})
         renderer = make_renderer("chat", load_tokenizer(str(tiny_model)))
         spec = Spec("game")

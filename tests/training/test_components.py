@@ -22,7 +22,7 @@ class Handle:
         self.runtime.calls.append((self.name, method))
         if method == "load" and (problem := self.runtime.problems.get(self.name)):
             raise problem
-        info = {"dtype": "float32", "packed": False, "adapter": False}
+        info = SimpleNamespace(dtype="float32", packed=False, adapter=False)
         return {"info": EngineInfo("noted", 64), "device_type": self.runtime.device, "load": info}.get(method)
 
     async def close(self):
@@ -115,7 +115,7 @@ def test_the_engine_has_room_for_what_is_played_at_once(start):
         runtime = Runtime()
         runtime.engine.set()
         await start(runtime, rollout={"tasks": 40, "group_size": 16}, eval={"tasks": 100})
-        assert runtime.arguments["engine"]["concurrency"] == 640
+        assert runtime.arguments["engine"]["spec"].concurrency == 640
 
     asyncio.run(main())
 

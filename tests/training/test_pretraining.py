@@ -191,7 +191,7 @@ def test_a_file_that_is_not_there_is_told_before_anything_begins():
 class Worker:
     """Remembers the rows of each optimizer step."""
 
-    info, settings = {}, WorkersConfig()
+    info, settings = SimpleNamespace(flops=lambda samples: 0.0, peak_flops=None), WorkersConfig()
 
     def __init__(self):
         self.steps = []

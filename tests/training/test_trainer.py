@@ -46,10 +46,10 @@ class Learner:
     def prepare(self, groups: Any) -> list[TrainSample]:
         return [sample for group in groups for trajectory in group for sample in trajectory.samples]
 
-    def denominators(self, rows: Any) -> dict[str, float]:
+    def denominators(self, samples: Any) -> dict[str, float]:
         return {}
 
-    def metrics(self, rows: Any) -> dict[str, float]:
+    def metrics(self, samples: Any) -> dict[str, float]:
         return {}
 
     def observe(self, record: Any) -> None:
@@ -66,7 +66,7 @@ class World:
     """Runner, workers and sync of a loop, which meet `error` at a place of the third step: `roll_out`, `score`,
     `learn`, `sync`, or `evaluate`, which comes after the second."""
 
-    info: ClassVar[dict[str, Any]] = {}
+    info = SimpleNamespace(flops=lambda samples: 0.0, peak_flops=None)
     settings = SimpleNamespace(ranks=1)
 
     def __init__(self, error: Exception | None = None, where: str = "") -> None:

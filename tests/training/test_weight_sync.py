@@ -34,7 +34,7 @@ class Both:
 
     def __init__(self, differences, **info):
         self.differences = differences
-        self.info = {**INFO, **info}
+        self.info = SimpleNamespace(**{**INFO, **info})
         self.loaded: list[tuple[str, int, str]] = []
 
     def prompt(self, observation):

@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from envgym.config.schema import SyncConfig
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError, RunError, WorkerError
+from envgym.learner import RoleSpec
 from envgym.models.weights_file import read_bucket, write_bucket
 from envgym.processes.local import LocalRuntime
 from envgym.training import weight_transfer as module
 from envgym.training.weight_transfer import FileTransfer, make_transfer
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 
 
 class Reader:
@@ -63,8 +65,8 @@ def test_all_weights_arrive_in_buckets_of_which_two_exist_at_once(tiny_model, tm
         runtime, reader = LocalRuntime(tmp_path / "logs"), Reader()
         try:
             settings = WorkersConfig(ranks=2, zero_stage=zero_stage)
-            learner = {"learner": "sft", "learner_config": {"name": "sft"}}
-            actor = await WorkerGroup.start(runtime, role="actor", model=str(tiny_model), settings=settings, **learner)
+            spec = WorkerSpec("actor", str(tiny_model), RoleSpec(trained=True), {"name": "sft"}, settings)
+            actor = await WorkerGroup.start(runtime, spec)
             transfer = FileTransfer(actor, tmp_path / "shared", 2**16, checkpoint=True)
             receipt = await transfer.send(EnginePool(no_start, [reader]), 7)
             await transfer.send(EnginePool(no_start, [reader]), 8)
@@ -85,7 +87,7 @@ def test_all_weights_arrive_in_buckets_of_which_two_exist_at_once(tiny_model, tm
 class Actor:
     """An actor of one small tensor, whose memory only some engines share."""
 
-    role, info = "actor", {"n_parameters": 4, "dtype": "float32", "device": "cuda:0"}
+    role, info = "actor", SimpleNamespace(n_parameters=4, dtype="float32", device="cuda:0")
 
     settings = WorkersConfig()
 
@@ -218,9 +220,9 @@ def test_cuda_ipc_shows_every_gpu_its_own_rank():
 
 @pytest.mark.parametrize("kind", ["nccl", "cuda_ipc"])
 def test_between_gpus_is_refused_where_there_are_none(kind):
-    actor = SimpleNamespace(info={"device": "cpu"}, settings=WorkersConfig())
+    actor = SimpleNamespace(info=SimpleNamespace(device="cpu"), settings=WorkersConfig())
     with pytest.raises(ConfigError, match=f"sync.transfer={kind} is between GPUs, and the actor is on a CPU"):
         make_transfer(SyncConfig(transfer=kind), actor, None, 1)
-    actor = SimpleNamespace(info={"device": "cuda:0"}, settings=WorkersConfig(ranks=2, tensor_parallel=2))
+    actor = SimpleNamespace(info=SimpleNamespace(device="cuda:0"), settings=WorkersConfig(ranks=2, tensor_parallel=2))
     with pytest.raises(ConfigError, match=r"workers.tensor_parallel=1"):
         make_transfer(SyncConfig(transfer=kind), actor, None, 1)

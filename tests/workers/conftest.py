@@ -5,10 +5,7 @@ import pytest
 
 VOCABULARY = 97
 
-LEARNER = {
-    "learner": f"{Path(__file__).parent / 'token_mean.py'}:TokenMean",
-    "learner_config": {"name": "token_mean", "max_grad_norm": 1e9, "lr": 1e-3},
-}
+LEARNER = {"name": f"{Path(__file__).parent / 'token_mean.py'}:TokenMean", "max_grad_norm": 1e9, "lr": 1e-3}
 
 PLAIN_GRADIENT_DESCENT = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": True}
 """DeepSpeed JSON with which one step moves the weights by exactly the gradient (AdamW's first step is a sign)."""

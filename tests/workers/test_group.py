@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from envgym.errors import EnvgymError, WorkerDied, WorkerError
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 
@@ -21,7 +23,7 @@ from tests.weight_files import export_group
 def with_group(tmp_path, tied_model, learner):
     """with_group(body, ranks=…) -> what the coroutine `body(group)` returns, run on a started group."""
 
-    def run(body, *, ranks=1, inline=False, zero_stage=0, dtype="float32", model=tied_model, deepspeed=None, **kwargs):
+    def run(body, *, ranks=1, inline=False, zero_stage=0, dtype="float32", model=tied_model, deepspeed=None):
         settings = WorkersConfig(
             ranks=ranks, zero_stage=zero_stage, tokens_per_microbatch=60, dtype=dtype, deepspeed=deepspeed or {}
         )
@@ -29,9 +31,8 @@ def with_group(tmp_path, tied_model, learner):
         async def main():
             runtime = InlineRuntime() if inline else LocalRuntime(tmp_path / "logs")
             try:
-                group = await WorkerGroup.start(
-                    runtime, role="actor", model=model, settings=settings, **learner, **kwargs
-                )
+                spec = WorkerSpec("actor", model, RoleSpec(trained=True), learner=learner, settings=settings)
+                group = await WorkerGroup.start(runtime, spec)
                 try:
                     return await body(group)
                 finally:

@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from envgym.errors import ConfigError, MissingDependency
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.lora import LoraConfig
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 LORA = {"rank": 4, "alpha": 6}
@@ -28,7 +30,8 @@ def make_worker(untied_model, learner):
 
     def make(zero_stage=0, role="actor", head="lm", lora=LORA, deepspeed=None, model=untied_model, **settings):
         settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
-        worker = ModelWorker(role=role, model=model, settings=settings, head=head, lora=lora, **learner)
+        role_spec, adapter = RoleSpec(trained=True, head=head), LoraConfig(**lora)
+        worker = ModelWorker(WorkerSpec(role, model, role_spec, learner, WorkersConfig(**settings), adapter))
         workers.append(worker)
         worker.load()
         return worker
@@ -90,7 +93,7 @@ def test_only_the_adapter_learns(
     for name, tensor in expected.items():
         assert (tensor - before[name]).abs().max() > 1e-3
         torch.testing.assert_close(after[name], tensor, atol=1e-5, rtol=1e-4)
-    assert worker.info()["n_trained"] == sum(tensor.numel() for tensor in after.values())
+    assert worker.info().n_trained == sum(tensor.numel() for tensor in after.values())
     export(worker, tmp_path / "base.safetensors")
     kept = load_file(tmp_path / "base.safetensors")
     base = load_file(Path(untied_model) / "model.safetensors")
@@ -133,9 +136,8 @@ def test_what_ranks_leave_is_the_policy(
     async def main():
         runtime = LocalRuntime(tmp_path / "logs")
         try:
-            group = await WorkerGroup.start(
-                runtime, role="actor", model=tied_model, settings=settings, lora=LoraConfig(**LORA), **learner
-            )
+            spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), learner, settings, LoraConfig(**LORA))
+            group = await WorkerGroup.start(runtime, spec)
             return await body(group)
         finally:
             await runtime.close()
@@ -201,7 +203,7 @@ def test_a_critics_head_learns_in_full(make_worker, make_rows, denominators, unt
             for model in (merged, with_adapter):  # which give the last token's value
                 np.testing.assert_allclose(model(input_ids=ids).logits[0, 0], value[-1], atol=1e-5)
     head = load_file(tmp_path / "adapter/adapter_model.safetensors")["base_model.model.score.weight"]
-    assert worker.info()["n_trained"] > head.numel() > 0
+    assert worker.info().n_trained > head.numel() > 0
 
 
 def test_named_layers_alone_get_an_adapter(make_worker, tmp_path):

@@ -9,9 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from envgym.errors import CheckpointDamaged, EnvgymError, RunError
+from envgym.learner import RoleSpec
 from envgym.workers import checkpoint
+from envgym.workers.config import WorkersConfig
 from envgym.workers.micro_batches import micro_batches, padding_samples
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 
@@ -35,7 +38,8 @@ def make_worker(tied_model, learner):
 
     def make(model=tied_model, zero_stage=0, role="actor", trained=True, head="lm", deepspeed=None, **settings):
         settings = {"zero_stage": zero_stage, "dtype": "float32", "deepspeed": deepspeed or {}, **settings}
-        worker = ModelWorker(role=role, model=model, settings=settings, trained=trained, head=head, **learner)
+        role_spec = RoleSpec(trained=trained, head=head)
+        worker = ModelWorker(WorkerSpec(role, model, role_spec, learner, WorkersConfig(**settings)))
         workers.append(worker)
         worker.load()
         return worker
@@ -382,6 +386,6 @@ def test_a_model_that_does_not_load_is_one_line(tmp_path, case):
     if case == "broken":
         (folder / "config.json").write_text('{"model_type": "no such architecture"}')
     with pytest.raises(EnvgymError, match=expected) as caught:
-        ModelWorker(role="reference", model=str(folder), trained=False).load()
+        ModelWorker(WorkerSpec("reference", str(folder), RoleSpec())).load()
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)

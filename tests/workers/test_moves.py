@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from envgym.learner import RoleSpec
 from envgym.workers.config import WorkersConfig
+from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 
 HELD = [
     {"zero_stage": stage, "dtype": dtype, **more}
@@ -30,15 +33,9 @@ def make_worker(tied_model, learner):
     workers = []
 
     def make(lora=None, learn=None, trained=True, **settings):
-        worker = ModelWorker(
-            role="actor",
-            model=tied_model,
-            learner=learner["learner"],
-            learner_config={**learner["learner_config"], **(learn or {})},
-            settings=settings,
-            trained=trained,
-            lora=lora,
-        )
+        config, adapter = {**learner, **(learn or {})}, LoraConfig(**(lora or {}))
+        role = RoleSpec(trained=trained)
+        worker = ModelWorker(WorkerSpec("actor", tied_model, role, config, WorkersConfig(**settings), adapter))
         workers.append(worker)
         worker.load()
         return worker

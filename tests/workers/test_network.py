@@ -10,10 +10,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from envgym.errors import ConfigError
+from envgym.learner import RoleSpec
 from envgym.workers import head as head_module
+from envgym.workers.config import WorkersConfig
 from envgym.workers.micro_batches import padding_samples
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import TokenScorer, check_experts, packs
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 VOCABULARY = 97
@@ -195,11 +198,9 @@ def make_worker(learner, tmp_path):
     def make(model, role="actor", head="lm", deepspeed=None, moe_aux_coef=0.0, **settings):
         path = tmp_path / f"model-{len(workers)}"
         model.save_pretrained(path)
-        config = learner["learner_config"] | {"moe_aux_coef": moe_aux_coef}
-        settings = {"dtype": "float32", "deepspeed": deepspeed or {}, **settings}
-        worker = ModelWorker(
-            role=role, model=str(path), settings=settings, head=head, **learner | {"learner_config": config}
-        )
+        config = learner | {"moe_aux_coef": moe_aux_coef}
+        settings = WorkersConfig(**{"dtype": "float32", "deepspeed": deepspeed or {}, **settings})
+        worker = ModelWorker(WorkerSpec(role, str(path), RoleSpec(trained=True, head=head), config, settings))
         workers.append(worker)
         worker.load()
         return worker
@@ -223,8 +224,8 @@ def test_a_worker_learns_the_same_packed_and_padded(
     results = []
     for packing in (False, True):
         worker = make_worker(make_model("qwen3"), deepspeed=plain_gradient_descent, packing=packing)
-        assert worker.info()["packed"] == packing
-        assert worker.info()["attention"] == "sdpa"
+        assert worker.info().packed == packing
+        assert worker.info().attention == "sdpa"
         scores = worker.forward(rows)
         metrics, norm, weights = one_step(
             worker, [rows[:3], padding_samples(rows[:2]), rows[3:]], denominators(rows), tmp_path
@@ -259,15 +260,15 @@ def test_a_model_in_which_rows_see_each_other_is_found_out(make_worker):
     assert packs(True, model), "nothing but trying shows that its positions are not those it is given"
     with pytest.raises(ConfigError, match="packing=true does not work with opt and sdpa: rows see each other"):
         make_worker(model, packing=True)
-    assert not make_worker(model).info()["packed"]
+    assert not make_worker(model).info().packed
 
 
 def test_flops_of_a_worker_are_a_pair_and_the_peak_of_a_cpu_is_unknown(make_worker):
     info = make_worker(make_model("qwen3", tie_word_embeddings=True)).info()
-    a, b = info["flops_per_token"]
-    assert a == 6 * info["n_parameters"]
+    a, b = info.flops_per_token
+    assert a == 6 * info.n_parameters
     assert b == 12 * SHAPE["num_hidden_layers"] * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
-    assert info["peak_flops"] is None
+    assert info.peak_flops is None
 
 
 # -- mixtures of experts ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from envgym.learner import trajectories
+from envgym.learner import RoleSpec, trajectories
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.registry import load_component
@@ -18,6 +18,7 @@ from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.model import ModelWorker
 from envgym.workers.network import add_noise
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 from .conftest import PLAIN_GRADIENT_DESCENT, VOCABULARY
@@ -67,11 +68,9 @@ def learned(name, tmp_path, model, *, ranks=1, **settings):
         workers = {}
         try:
             for role, spec in learner.roles.items():
-                workers[role] = await WorkerGroup.start(
-                    runtime, role=role, model=model, learner=name, learner_config=config.model_dump(),
-                    settings=WorkersConfig(ranks=ranks, dtype="float32", deepspeed=PLAIN_GRADIENT_DESCENT, **settings),
-                    trained=spec.trained, head=spec.head, top_k=spec.top_k,
-                )  # fmt: skip
+                own = WorkersConfig(ranks=ranks, dtype="float32", deepspeed=PLAIN_GRADIENT_DESCENT, **settings)
+                worker_spec = WorkerSpec(role, model, spec, config.model_dump(), own)
+                workers[role] = await WorkerGroup.start(runtime, worker_spec)
             found = trajectories(recorded(name))
             samples = learner.to_score(found)
             for role, spec in learner.roles.items():
@@ -143,8 +142,8 @@ def test_a_run_with_neftune_learns_from_noisy_rows_and_scores_clean_ones(tmp_pat
 
     def said(alpha):
         config = {"name": "sft", "lr": 1.0, "neftune_alpha": alpha}
-        settings = {"dtype": "float32", "tokens_per_microbatch": 60}
-        worker = ModelWorker(role="actor", model=tied_model, learner="sft", learner_config=config, settings=settings)
+        settings = WorkersConfig(dtype="float32", tokens_per_microbatch=60)
+        worker = ModelWorker(WorkerSpec("actor", tied_model, RoleSpec(trained=True), config, settings))
         worker.load()
         try:
             return worker.forward([sample for [one, *_] in trajectories(recorded("sft")) for sample in one.samples])

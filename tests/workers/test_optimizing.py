@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from envgym.errors import ConfigError, RunError
+from envgym.learner import RoleSpec
+from envgym.workers.config import WorkersConfig
+from envgym.workers.lora import LoraConfig
 from envgym.workers.micro_batches import micro_batches
 from envgym.workers.model import ModelWorker
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"  # 64 x 32
@@ -24,17 +28,9 @@ def make_worker(tied_model, learner):
     workers = []
 
     def make(model=tied_model, role="actor", head="lm", learn=None, trained=True, lora=None, **settings):
-        config = {**learner["learner_config"], **(learn or {})}
-        worker = ModelWorker(
-            role=role,
-            model=model,
-            learner=learner["learner"],
-            learner_config=config,
-            settings={"dtype": "float32", **settings},
-            trained=trained,
-            head=head,
-            lora=lora,
-        )
+        config, settings = {**learner, **(learn or {})}, WorkersConfig(**{"dtype": "float32", **settings})
+        role_spec, adapter = RoleSpec(trained=trained, head=head), LoraConfig(**(lora or {}))
+        worker = ModelWorker(WorkerSpec(role, model, role_spec, config, settings, adapter))
         workers.append(worker)
         worker.load()
         return worker

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from envgym.learner import RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 
-def with_group(body, runtime, **arguments):
+def with_group(body, runtime, spec):
     """What the coroutine `body(group)` returns, run on a started group."""
 
     async def main():
         try:
-            group = await WorkerGroup.start(runtime, **arguments)
+            group = await WorkerGroup.start(runtime, spec)
             try:
                 return await body(group)
             finally:
@@ -47,15 +50,9 @@ def moved(tmp_path, tied_model, learner, make_rows, denominators):
 
     def run(runtime, **settings):
         own = {"optimizer": "muon", "lr": 1e-3, "muon_lr": 1e-2, "ema_decay": 0.7, "freeze": [r"layers\.0\.mlp"]}
-        return with_group(
-            body,
-            runtime,
-            role="actor",
-            model=tied_model,
-            learner=learner["learner"],
-            learner_config={**learner["learner_config"], **own},
-            settings=WorkersConfig(tokens_per_microbatch=60, dtype="float32", **settings),
-        )
+        settings = WorkersConfig(tokens_per_microbatch=60, dtype="float32", **settings)
+        spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), {**learner, **own}, settings)
+        return with_group(body, runtime, spec)
 
     return run
 
@@ -113,16 +110,15 @@ def test_what_the_first_rank_alone_has_read_or_drawn_reaches_the_others(tmp_path
             buffer.normal_()
     model.save_pretrained(tmp_path / "model")
     rows = make_rows(5)
-    shared = {"role": "critic", "model": str(tmp_path / "model"), "head": "scalar", "trained": False, "seed": 3}
+    settings = WorkersConfig(dtype="float32")
+    spec = WorkerSpec("critic", str(tmp_path / "model"), RoleSpec(head="scalar"), settings=settings, seed=3)
 
     async def scores(group):
         return await group.forward(rows)
 
-    expected = with_group(scores, InlineRuntime(), settings=WorkersConfig(dtype="float32"), **shared)
-    settings = WorkersConfig(dtype="float32", ranks=2, offload_parameters=True)
-    for score, other in zip(
-        with_group(scores, LocalRuntime(tmp_path / "logs"), settings=settings, **shared), expected, strict=True
-    ):
+    expected = with_group(scores, InlineRuntime(), spec)
+    spread = replace(spec, settings=WorkersConfig(dtype="float32", ranks=2, offload_parameters=True))
+    for score, other in zip(with_group(scores, LocalRuntime(tmp_path / "logs"), spread), expected, strict=True):
         torch.testing.assert_close(torch.tensor(score), torch.tensor(other), atol=1e-5, rtol=1e-5)
 
 
@@ -153,10 +149,12 @@ def test_a_model_that_ranks_share_is_whole_on_the_first_only(tmp_path):
     (most_of_first, _), (most_of_second, held_by_second) = with_group(
         peaks,
         LocalRuntime(tmp_path / "logs"),
-        role="reference",
-        model=str(tmp_path / "model"),
-        settings=WorkersConfig(ranks=2, zero_stage=3, dtype="float32"),
-        trained=False,
+        WorkerSpec(
+            "reference",
+            str(tmp_path / "model"),
+            RoleSpec(),
+            settings=WorkersConfig(ranks=2, zero_stage=3, dtype="float32"),
+        ),
     )
     assert most_of_second - held_by_second < 0.25 * whole  # nothing was there that has gone
     assert most_of_first - most_of_second > 0.5 * whole  # and the measure sees a whole model

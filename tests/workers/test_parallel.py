@@ -13,13 +13,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from envgym.errors import ConfigError
-from envgym.learner import LearnerConfig
+from envgym.learner import LearnerConfig, RoleSpec
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers import tensor_parallel
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.sequence_parallel import Slices
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 VOCABULARY = 97
@@ -47,21 +48,13 @@ def with_group(tmp_path, learner):
 
     def run(body, model, *, ranks=1, role="actor", trained=True, head="lm", learner_config=None, **settings):
         settings = WorkersConfig(ranks=ranks, dtype="float32", **{"tokens_per_microbatch": 60, **settings})
-        config = {**learner["learner_config"], **(learner_config or {})}
+        config = {**learner, **(learner_config or {})}
 
         async def main():
             runtime = InlineRuntime() if ranks == 1 else LocalRuntime(tmp_path / "logs")
             try:
-                group = await WorkerGroup.start(
-                    runtime,
-                    role=role,
-                    model=model,
-                    settings=settings,
-                    learner=learner["learner"],
-                    learner_config=config,
-                    trained=trained,
-                    head=head,
-                )
+                spec = WorkerSpec(role, model, RoleSpec(trained=trained, head=head), config, settings)
+                group = await WorkerGroup.start(runtime, spec)
                 try:
                     return await body(group)
                 finally:
@@ -89,7 +82,7 @@ def one_step(make_rows, denominators, tmp_path):
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         after = await group.forward(rows[:1])  # fewer rows than ranks
         await export_group(group, tmp_path / "weights")
-        return before + after, metrics, load_file(tmp_path / "weights"), group.info["n_parameters"]
+        return before + after, metrics, load_file(tmp_path / "weights"), group.info.n_parameters
 
     return body
 
@@ -268,8 +261,8 @@ def test_ranks_that_share_rows_get_the_same_and_are_counted_once(make_rows):
     settings = WorkersConfig(ranks=4, sequence_parallel=2, tokens_per_microbatch=10)
 
     async def main():
-        group = WorkerGroup("actor", handles, settings)
-        group.info = {"packed": False}
+        group = WorkerGroup(WorkerSpec("actor", "any", RoleSpec(trained=True), settings=settings), handles)
+        group.info = SimpleNamespace(packed=False)
         return await group.forward(rows), await group.accumulate(rows, {})
 
     scores, metrics = asyncio.run(main())

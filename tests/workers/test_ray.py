@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, WorkerDied, WorkerError
 from envgym.launch.placement import Node, Part, PlacedRuntime, place, placed
+from envgym.learner import RoleSpec
 from envgym.processes.runtime import InlineRuntime
 from envgym.workers import ray as ray_module
 from envgym.workers.config import WorkersConfig
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime, RayWorker
+from envgym.workers.spec import WorkerSpec
 from tests.weight_files import export_group
 
 TARGET = "polite_worker:Worker"
@@ -39,7 +41,8 @@ def test_ray_actors_learn_and_behave_like_local_workers(
         settings = WorkersConfig(
             tokens_per_microbatch=60, dtype="float32", deepspeed=plain_gradient_descent, **settings
         )
-        group = await WorkerGroup.start(runtime, role="actor", model=tied_model, settings=settings, **learner)
+        spec = WorkerSpec("actor", tied_model, RoleSpec(trained=True), learner, settings)
+        group = await WorkerGroup.start(runtime, spec)
         metrics = await group.accumulate(rows, denominators(rows)) | await group.step(1.0)
         await export_group(group, tmp_path / "weights")
         await group.close()

@@ -1,0 +1,124 @@
+"""A worker's optimizer steps: the loss and its gradient, micro-batch by micro-batch, and the step of DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from envgym.errors import RunError
+from envgym.learner import Metrics, Outputs, RowBatch, TrainSample
+
+from . import zero
+from .metrics import add, mismatch, peak_memory
+from .micro_batches import cost, is_silent, network_inputs, pad
+from .state import ModelState
+
+if TYPE_CHECKING:
+    from envgym.learner import FloatArray
+
+
+class ModelLearning(ModelState):
+    """Learning of a `ModelWorker`. Ranks must be called together."""
+
+    _logprobs: list[FloatArray]
+
+    def accumulate(self, microbatches: Sequence[list[TrainSample]], denominators: Mapping[str, float]) -> Metrics:
+        """Forward and backward over all of this rank's micro-batches of one optimizer step.
+
+        `denominators` are the whole step's, so that the gradient does not depend on how it was cut. That of the loss
+        which balances experts does: it is each micro-batch's own, by its share of the step's tokens.
+        """
+        self.engine.train()
+        self._logprobs = []
+        shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
+        # DeepSpeed averages gradients over the ranks that have the same weights; the loss is a share of the sum.
+        copies = self.settings.ranks // self.settings.tensor_parallel
+        total: Metrics = {}
+        for index, batch in enumerate(microbatches):
+            self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            loss, metrics = self._loss(batch, denominators, shares[index])
+            self.engine.backward(loss * copies, scale_wrt_gas=False)
+            add(total, metrics)
+        return total | {"memory/max": (peak_memory(self.device), 1.0)}
+
+    def learned_logprobs(self) -> list[FloatArray]:
+        """[T] float32 a sample of what was accumulated last, in its order: the log-probabilities that it was learned
+        with, before the step. Empty without an `lm` head."""
+        return self._logprobs
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Take the optimizer step for what was accumulated.
+
+        Returns `grad_norm`, the gradient's global norm before clipping (not with Muon, where DeepSpeed only knows that
+        of its orthogonalised updates); in float16 also `loss_scale` and `overflow`: 1 where it overflowed, the step
+        was not taken and there is no norm.
+        """
+        assert self.learner is not None
+        zero.set_learning_rate(self.engine, lr)
+        scale = zero.loss_scale(self.engine)
+        norm = zero.take_step(self.engine)
+        metrics = {} if scale is None else {"loss_scale": scale, "overflow": float(norm is None)}
+        if norm is None:
+            return metrics
+        if not math.isfinite(norm):
+            raise RunError(f"the gradient of {self.spec.role} is not finite: lower learner.lr, or look at the rewards")
+        if self.average is not None:
+            self.average.update()
+        return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
+
+    def _loss(
+        self, samples: Sequence[TrainSample], denominators: Mapping[str, float], share_of_tokens: float
+    ) -> tuple[torch.Tensor, Metrics]:
+        """A micro-batch's share of the step's loss, over all its objectives. Its samples go through the network
+        together, sorted by objective: `order` are their indexes then."""
+        assert self.learner is not None
+        parts: dict[str, list[int]] = {}
+        for index, sample in enumerate(samples):
+            parts.setdefault(sample.objective, []).append(index)
+        order = [index for part in parts.values() for index in part]
+        length = max(len(sample.token_ids) for sample in samples)
+        batches = [pad([samples[index] for index in part], self.device, length) for part in parts.values()]
+        outputs = self._outputs([samples[index] for index in order], batches)
+        balance = outputs.pop("balance", None)
+        # Every parameter is in the graph: ranks must reduce the same ones.
+        loss = 0.0 * next(iter(outputs.values())).sum()
+        metrics: Metrics = {}
+        if self.network.head == "lm":
+            lines = outputs["logprobs"].detach().float().cpu().numpy()[np.argsort(order)]
+            self._logprobs += [line[: len(sample.token_ids)] for line, sample in zip(lines, samples, strict=True)]
+        if balance is not None:
+            loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
+            metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
+        if is_silent(samples):
+            return loss, metrics
+        split = zip(*(numbers.split([*map(len, parts.values())]) for numbers in outputs.values()), strict=True)
+        for batch, numbers in zip(batches, split, strict=True):
+            of_batch = Outputs(**dict(zip(outputs, numbers, strict=True)))
+            share, logged = self.learner.loss(self.spec.role, of_batch, batch, denominators)
+            loss = loss + share
+            add(metrics, logged)
+        if not loss.isfinite():
+            raise RunError(f"the loss of {self.spec.role} is not finite")
+        if self.network.head == "lm":
+            current = torch.tensor([samples[index].current for index in order], device=self.device)
+            old = torch.cat([batch.old_logprobs for batch in batches])
+            add(metrics, mismatch(outputs["logprobs"].detach(), old, current))
+        return loss, metrics
+
+    def _outputs(self, samples: Sequence[TrainSample], batches: Sequence[RowBatch]) -> dict[str, torch.Tensor]:
+        """The network's outputs of a micro-batch. `batches` are its samples, in order, padded to one length."""
+        name = self.spec.role_spec.compared
+        others = torch.cat([batch.arrays[name] for batch in batches]).long() if name else None
+        outputs: dict[str, torch.Tensor] = self.engine(*network_inputs(samples, batches, self.device), others)
+        return outputs
+
+    def _shares_of_tokens(self, microbatches: Sequence[list[TrainSample]]) -> list[float]:
+        """Each micro-batch's share of the step's tokens, over all ranks; those that only fill up have none."""
+        tokens = [0.0 if is_silent(batch) else float(cost(batch, packed=True)) for batch in microbatches]
+        total = torch.tensor(sum(tokens), device=self.device)
+        torch.distributed.all_reduce(total)
+        return [count / max(1.0, float(total) / self.settings.ranks_per_row) for count in tokens]
