@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
-
 from envgym.errors import ConfigError, DroppedSettings, NameNotFound, UnknownKey, did_you_mean
-from envgym.learner import RoleSpec
 from envgym.run_folder import run_of_checkpoint, stage_name
 from envgym.settings import leaves, validated
 from envgym.yaml_files import read_yaml
 
 from .checks import complete_stage
-from .known_settings import config_class, with_suggestion
+from .known_settings import with_suggestion
 from .missing import parts_of_recipe, refusal
 from .recipes import DEFAULT_MODEL, DEFAULT_RECIPE, OF_NEW_MODEL, load_recipe, makes_model
+from .replaced import Replaced
 from .schema import STAGE, RunConfig, StageConfig
-from .words import AUTO, COMPONENTS, changes_name, lay, merge, merge_stage, name_alone
+from .words import AUTO, COMPONENTS, changes_name, merge, merge_stage, name_alone
 
 RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 
@@ -131,16 +129,12 @@ def _validate(run: Mapping[str, Any], stages: Sequence[LayeredStage]) -> RunConf
 
 @dataclass
 class LayeredStage:
-    """The settings of one stage, laid layer on layer, and what of them is left out: settings of a component whose place
-    another one took."""
+    """The settings of one stage, laid layer on layer, and what of them is left out."""
 
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
     own_model: Any = None
     """The model that was given for this stage in particular, which what holds for all stages does not change."""
-    _left_out: list[tuple[str, str, str]] = field(default_factory=list)
-    """Component, the name of the one it was for, key."""
-    _roles: dict[str, str | None] = field(default_factory=dict)
-    """Roles that the learner need not have, and the learner that they were set for; None: for whichever has them."""
+    _replaced: Replaced = field(default_factory=Replaced)
 
     @property
     def name(self) -> str:
@@ -156,40 +150,20 @@ class LayeredStage:
         for kind in COMPONENTS:
             old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
             if changes_name(old, new):
-                merged[kind] = self._replace(kind, old, new)
-        roles = over.get("roles", {})
-        if isinstance(roles, Mapping):
-            self._roles = {role: whose for role, whose in self._roles.items() if role not in roles}
-            self._roles |= dict.fromkeys(roles) if of_model else {}
+                merged[kind] = self._replaced.replace(kind, old, new, self.settings.get("roles", {}))
+        if isinstance(roles := over.get("roles", {}), Mapping):
+            self._replaced.give_roles(roles, of_model=of_model)
         self.settings = merged
 
-    def _replace(self, kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a component that takes the place of another."""
-        carried, left_out = shared_settings(kind, old, new["name"])
-        self._left_out += [(kind, old["name"], key) for key in left_out]
-        if kind == "learner":
-            self._roles = dict.fromkeys(self.settings.get("roles", {}), old["name"]) | self._roles
-        return lay(carried, new)
-
-    def drop_roles(self, known: Mapping[str, RoleSpec]) -> None:
+    def drop_roles(self, known: Collection[str]) -> None:
         """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
-        roles = self.settings.get("roles", {})
-        foreign = [role for role in roles if role in self._roles and role not in known]
-        if foreign:
-            self.settings["roles"] = {role: settings for role, settings in roles.items() if role not in foreign}
-        self._left_out += [("roles", whose, role) for role in foreign if (whose := self._roles[role]) is not None]
+        if foreign := self._replaced.foreign_roles(self.settings.get("roles", {}), known):
+            roles = self.settings["roles"].items()
+            self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
 
     def left_out(self) -> list[str]:
         """A line for each component that left settings behind which nothing has set since."""
-        lost: dict[tuple[str, str], list[str]] = {}
-        for kind, old, key in self._left_out:
-            if key not in name_alone(self.settings.get(kind, {})):
-                lost.setdefault(("learner" if kind == "roles" else kind, old), []).append(f"{kind}.{key}")
-        return [
-            f"{kind} {name_alone(self.settings[kind])['name']} does not have these settings of {old}, which are left "
-            f"out: {', '.join(dict.fromkeys(keys))}"
-            for (kind, old), keys in lost.items()
-        ]
+        return self._replaced.lines(self.settings)
 
 
 def stages_of(value: Any, stages_before: Sequence[LayeredStage]) -> list[dict[str, Any]]:
@@ -242,36 +216,6 @@ def _name_stages(stages: Sequence[LayeredStage]) -> None:
             name = settings["name"] = f"{name}-{number}"
         known.append(name)
         trained = name if settings.get("do", "train") == "train" else trained
-
-
-def shared_settings(kind: str, old: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
-    """The settings of the component `old` (its name and its settings) that hold for the component `name` too, and the
-    keys of the others. `kind` is `env`, `agent` or `learner`.
-
-    A setting that both have from a common base class (the learning rate of every learner) means the same to both. One
-    that only has the same name may mean anything, and nothing of an environment holds for another one.
-    """
-    settings = {key: value for key, value in old.items() if key != "name"}
-    if kind == "env":
-        return {}, list(settings)
-    before, after = config_class(kind, old["name"]), config_class(kind, name)
-    if settings.keys() >= before.model_fields.keys() - {"name"}:
-        # A saved config, where every default is written out: those of the old one say nothing about the new one.
-        settings = dict(_beyond(settings, before.model_construct().model_dump(mode="json", warnings=False)))
-    bases = (base for base in before.__mro__ if issubclass(base, BaseModel) and issubclass(after, base))
-    common = next(bases).model_fields
-    return {k: v for k, v in settings.items() if k in common}, [key for key in settings if key not in common]
-
-
-def _beyond(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that are not the defaults."""
-    for key, value in settings.items():
-        default = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            if inner := dict(_beyond(value, default)):
-                yield key, inner
-        elif key not in defaults or value != default:
-            yield key, value
 
 
 def settings_of_model(model: Any) -> dict[str, Any]:
