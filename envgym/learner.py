@@ -58,7 +58,7 @@ class RoleSpec:
 
 @dataclass(slots=True)
 class TrainSample:
-    """One token sequence, as scoring roles, learners and workers see it. Made once (`trajectories`).
+    """One token sequence of length T, as scoring roles, learners and workers see it. Made once (`trajectories`).
 
     token_ids    [T] int
     loss_weights [T] float32, how much token t counts (predicted from the tokens before it); loss_weights[0] is 0
@@ -84,13 +84,16 @@ class TrainSample:
     versions: tuple[int, ...] = ()
     current: bool = True
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
     @classmethod
     def of(cls, row: Row, *, episode: int = 0, group: int = 0) -> TrainSample:
         """The arrays of an episode's row, which is a batch unit with the episode's other rows."""
         import numpy as np
 
         segments = row.segments
-        lengths = [len(segment.token_ids) for segment in segments]
+        lengths = [len(segment) for segment in segments]
         weights = np.concatenate([np.asarray(segment.loss_weights, np.float32) for segment in segments])
         weights[0] = 0.0  # nothing predicts the first token
         logprobs = [

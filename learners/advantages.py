@@ -213,7 +213,7 @@ class ActionTokens:
 
         start = 0
         for sample, indices in zip(self.samples, self.token_indices, strict=True):
-            sample.arrays[name] = np.zeros(len(sample.token_ids), np.float32)
+            sample.arrays[name] = np.zeros(len(sample), np.float32)
             sample.arrays[name][indices] = values[start : start + len(indices)]
             start += len(indices)
 
@@ -226,7 +226,7 @@ def turns(row: Row) -> list[tuple[int, float]]:
     """
     ends, length = [], 0
     for segment in row.segments:
-        length += len(segment.token_ids)
+        length += len(segment)
         if segment.role == "action":
             ends.append(length)
     rewards = [turn.reward or 0.0 for turn in row.turns]

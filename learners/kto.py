@@ -57,7 +57,7 @@ class KTO(Learner):
             constants = {"good": float(trajectory.episode.reward > 0.5), "baseline": baseline}
             for sample in trajectory.samples:
                 sample.objective = Objective.LABEL
-                sample.arrays |= {k: np.full(len(sample.token_ids), v, np.float32) for k, v in constants.items()}
+                sample.arrays |= {k: np.full(len(sample), v, np.float32) for k, v in constants.items()}
                 del sample.arrays["actor"]
                 samples.append(sample)
         return samples

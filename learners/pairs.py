@@ -46,7 +46,7 @@ class PairLearner(Learner):
             for trajectory, chosen in zip(pair, (1.0, 0.0), strict=True):
                 for sample in self.samples_of(trajectory):
                     sample.objective, sample.batch_unit = Objective.PREFERENCE, unit
-                    sample.arrays["chosen"] = np.full(len(sample.token_ids), chosen, np.float32)
+                    sample.arrays["chosen"] = np.full(len(sample), chosen, np.float32)
                     samples.append(sample)
         return samples
 

@@ -114,7 +114,7 @@ class PolicyGradient(Learner):
         total = sum(float(sample.loss_weights.sum()) for sample in samples)
         for sample in samples:
             if self.config.kl.target is not None and self.config.kl.place == "loss":
-                sample.arrays["kl_coef"] = np.full(len(sample.token_ids), self.kl_coef, np.float32)
+                sample.arrays["kl_coef"] = np.full(len(sample), self.kl_coef, np.float32)
             if self.config.aggregation == "sequence" and total > 0:  # one episode counts once, whatever its rows
                 sample.loss_weights = sample.loss_weights / np.float32(total)
 

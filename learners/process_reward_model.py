@@ -32,11 +32,11 @@ class ProcessRewardModel(Learner):
         samples = []
         for trajectory in (trajectory for group in groups for trajectory in group):
             for row, sample in zip(trajectory.episode.rows, trajectory.samples, strict=True):
-                ends = np.cumsum([len(segment.token_ids) for segment in row.segments])
+                ends = np.cumsum([len(segment) for segment in row.segments])
                 of_turns = [
                     end - 1 for end, segment in zip(ends, row.segments, strict=True) if segment.role == "action"
                 ]
-                labels = np.full(len(sample.token_ids), np.nan, np.float32)
+                labels = np.full(len(sample), np.nan, np.float32)
                 for end, turn in zip(of_turns, row.turns, strict=True):
                     labels[end] = np.nan if turn.reward is None else turn.reward
                 sample.objective = Objective.LABEL

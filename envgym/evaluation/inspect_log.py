@@ -185,7 +185,7 @@ def _sample(episode: Episode, epoch: int, model: str, created: str) -> dict[str,
         sample["scores"] = {SCORER: _score(episode)}
     if outcome.status is Status.TRUNCATED:
         kind = LIMITS.get(outcome.reason, "custom")
-        context = max((len(row.token_ids) for row in episode.rows), default=0)
+        context = max((len(row) for row in episode.rows), default=0)
         used = {"token": usage["output_tokens"], "context": context, "time": episode.seconds}.get(kind, len(turns))
         sample["limit"] = {"type": kind, "limit": used, "reason": f"truncated: {outcome.reason}"}
     return sample
@@ -238,8 +238,8 @@ def _usage(episode: Episode) -> dict[str, int]:
         before = 0
         for segment in row.segments:
             if segment.role == "action":
-                read, sampled = read + before, sampled + len(segment.token_ids)
-            before += len(segment.token_ids)
+                read, sampled = read + before, sampled + len(segment)
+            before += len(segment)
     if not sampled:
         read = int(episode.metrics.get("prompt_tokens", 0))
         sampled = int(episode.metrics.get("completion_tokens", 0))

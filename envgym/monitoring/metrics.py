@@ -120,7 +120,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def token_counts(samples: Sequence[TrainSample], text: Sequence[TrainSample], epochs: int) -> dict[str, int]:
     """Tokens that went through a step's optimizer steps, those of them that count, and of these the text's."""
     trained, of_text = (sum(int((s.loss_weights > 0).sum()) for s in part) * epochs for part in (samples, text))
-    processed = sum(len(sample.token_ids) for sample in [*samples, *text]) * epochs
+    processed = sum(len(sample) for sample in [*samples, *text]) * epochs
     counts = {"tokens/trained": trained + of_text, "tokens/processed": processed}
     return counts | ({"tokens/pretrain": of_text} if text else {})
 

@@ -39,7 +39,7 @@ class Segment:
     0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
     sampled from, its `temperature`, and the policy `versions` that sampled them.
 
-    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying.
+    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying. `len` is T.
     """
 
     role: Role
@@ -60,6 +60,9 @@ class Segment:
             self.logprobs = float_array(self.logprobs)
             if len(self.logprobs) != len(self.token_ids):
                 raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class Objective(StrEnum):
 
 @dataclass(slots=True)
 class Row:
-    """One token sequence to train on: segments in order, their objective, the turns they hold."""
+    """One token sequence to train on: segments in order, their objective, the turns they hold. `len` counts its tokens."""
 
     segments: list[Segment]
     objective: Objective = Objective.POLICY_GRADIENT
@@ -108,7 +111,10 @@ class Row:
 
     @property
     def n_action_tokens(self) -> int:
-        return sum(len(segment.token_ids) for segment in self.segments if segment.role == "action")
+        return sum(len(segment) for segment in self.segments if segment.role == "action")
+
+    def __len__(self) -> int:
+        return sum(map(len, self.segments))
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens, and the turns that have some of them."""
@@ -119,7 +125,7 @@ class Row:
             for name in ("token_ids", "loss_weights", "logprobs"):
                 if (values := getattr(segment, name)) is not None:
                     setattr(segment, name, values[:length])
-            length -= len(segment.token_ids)
+            length -= len(segment)
             n_turns += segment.role == "action"
             kept.append(segment)
         self.segments, self.turns = kept, self.turns[:n_turns]

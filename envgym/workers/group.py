@@ -81,7 +81,7 @@ class WorkerGroup:
         """One float32 array [T] a sample, in order; see `ModelWorker.forward`."""
         if not samples:
             return []
-        by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index].token_ids))
+        by_length = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
         n_shares = self._n_shares
         shares = [by_length[share::n_shares] or [0] for share in range(n_shares)]  # no rank may stay away (ZeRO-3)
         bare = [replace(sample, arrays={}) for sample in samples]

@@ -80,7 +80,7 @@ class ModelLearning(ModelState):
         for index, sample in enumerate(samples):
             parts.setdefault(sample.objective, []).append(index)
         order = [index for part in parts.values() for index in part]
-        length = max(len(sample.token_ids) for sample in samples)
+        length = max(len(sample) for sample in samples)
         batches = [pad([samples[index] for index in part], self.device, length) for part in parts.values()]
         outputs = self._outputs([samples[index] for index in order], batches)
         balance = outputs.pop("balance", None)
@@ -89,7 +89,7 @@ class ModelLearning(ModelState):
         metrics: Metrics = {}
         if self.network.head == "lm":
             lines = outputs["logprobs"].detach().float().cpu().numpy()[np.argsort(order)]
-            self._logprobs += [line[: len(sample.token_ids)] for line, sample in zip(lines, samples, strict=True)]
+            self._logprobs += [line[: len(sample)] for line, sample in zip(lines, samples, strict=True)]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
             metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)

@@ -61,7 +61,7 @@ def micro_batches(
 
 def cost(batch: MicroBatch, *, packed: bool) -> int:
     """Cost of a micro-batch: its tokens, or padded, the samples times the longest of them."""
-    return sum(len(sample.token_ids) for sample in batch) if packed else len(batch) * _longest(batch)
+    return sum(len(sample) for sample in batch) if packed else len(batch) * _longest(batch)
 
 
 def padding_samples(unit: Unit) -> Unit:
@@ -85,7 +85,7 @@ def _units(samples: Sequence[TrainSample]) -> list[Unit]:
 
 
 def _longest(samples: Sequence[TrainSample]) -> int:
-    return max(len(sample.token_ids) for sample in samples)
+    return max(len(sample) for sample in samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,5 +254,5 @@ def network_inputs(
             scale[: len(sample.temperatures)] = sample.temperatures
     # Greedy sampling (0) is from the unscaled distribution as far as learning is concerned.
     scales[scales == 0] = 1.0
-    lengths = torch.tensor([len(sample.token_ids) for sample in samples], device=device)
+    lengths = torch.tensor([len(sample) for sample in samples], device=device)
     return token_ids, lengths, (weights != 0) | old.isfinite(), torch.from_numpy(scales).to(device)

@@ -222,7 +222,7 @@ class ModelWorker(ModelLearning):
         for batch in self._as_many_as_other_ranks(batches):
             [lines] = self.engine(*network_inputs(batch, [pad(batch, self.device)], self.device)).values()
             for sample, line in zip(batch, lines.cpu().numpy(), strict=True):
-                scores[sample.batch_unit] = line[: len(sample.token_ids)].copy()
+                scores[sample.batch_unit] = line[: len(sample)].copy()
         return scores
 
     def _as_many_as_other_ranks(self, batches: list[list[TrainSample]]) -> list[list[TrainSample]]:

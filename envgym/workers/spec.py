@@ -60,4 +60,4 @@ class RankInfo:
     def flops(self, samples: Sequence[TrainSample]) -> float:
         """FLOPs that learning from `samples` once takes the model."""
         a, b = self.flops_per_token
-        return sum(a * length + b * length**2 for length in (len(sample.token_ids) for sample in samples))
+        return sum(a * length + b * length**2 for length in (len(sample) for sample in samples))

@@ -116,10 +116,10 @@ def declared_rows(rows: Sequence[Row], tokens: list[int], ranges: Sequence[tuple
                 "observation_tokens before it",
             )
         found.add(id(match))
-        match.loss_weights = float_array([1.0] * (end - start) + [0.0] * (len(match.token_ids) - (end - start)))
+        match.loss_weights = float_array([1.0] * (end - start) + [0.0] * (len(match) - (end - start)))
     for segment, _ in actions:
         if id(segment) not in found:
-            segment.loss_weights = float_array([0.0] * len(segment.token_ids))
+            segment.loss_weights = float_array([0.0] * len(segment))
     return [row for row in rows if any(id(segment) in found for segment in row.segments)]
 
 

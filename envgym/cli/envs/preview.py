@@ -66,9 +66,7 @@ async def _lengths(spec: EnvSpec, agent: Agent, split: str, seed: int) -> str:
         with contextlib.suppress(EnvgymError):  # of the task that is shown it is said
             task = await tasks.get(number)
             async with spec.of(task).make() as env:
-                lengths += [
-                    len(row.token_ids) for row in (await whole.replay(env, task, seed=seed, member=member)).rows
-                ]
+                lengths += [len(row) for row in (await whole.replay(env, task, seed=seed, member=member)).rows]
     lengths.sort()
     quantiles = ", ".join(f"{name} {lengths[int(q * (len(lengths) - 1))]:,}" for name, q in QUANTILES if lengths)
     limit = getattr(agent.config, "max_tokens", None)
