@@ -39,7 +39,8 @@ class Segment:
     0 elsewhere). Actions that were sampled carry `logprobs` [T], in nats, of the distribution they were
     sampled from, its `temperature`, and the policy `versions` that sampled them.
 
-    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying. `len` is T.
+    Any iterables may be given; they are kept as arrays, int32 and float32, which numpy reads without copying.
+    `len` is T.
     """
 
     role: Role
@@ -98,7 +99,10 @@ class Objective(StrEnum):
 
 @dataclass(slots=True)
 class Row:
-    """One token sequence to train on: segments in order, their objective, the turns they hold. `len` counts its tokens."""
+    """One token sequence to train on: segments in order, their objective, the turns they hold.
+
+    `len` counts its tokens.
+    """
 
     segments: list[Segment]
     objective: Objective = Objective.POLICY_GRADIENT
