@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from envgym.errors import ConfigError
 
 from .errors import Invocation
 from .parser import Parser, add_run_options, default_of, given_settings, resolve_options
@@ -45,21 +42,11 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
 
 
 def _resumed(options: argparse.Namespace, words: Sequence[str], invocation: Invocation) -> RunConfig:
-    """The saved settings. A run goes on as if nothing had happened, so that there is little to set: how far it goes,
-    and where it runs."""
-    from envgym.training.resume import WHERE_IT_RUNS, resume_config
+    """The saved settings, with those that may change."""
+    from envgym.training.resume import check_changes, resume_config
 
-    options_given = [name for name, value in vars(options).items() if value is not None]
-    changed = [f"--{name}" for name in options_given if name not in ("resume", "runtime")]
-    places = re.compile(rf"({'|'.join(map(re.escape, WHERE_IT_RUNS))}|roles\.\w+\.workers)(\.|$)")
-    keys = dict.fromkeys(word.partition("=")[0] for word in words)
-    may_change = ("debug", "runs_dir", "steps", "runtime")
-    changed += [f"{key}=…" for key in keys if key not in may_change and not places.match(key)]
-    if changed:
-        raise ConfigError(
-            "--resume goes on with the run's own settings; others may be steps, and where it runs (workers, placement, "
-            f"colocate, engine.count): leave out {', '.join(changed)}"
-        )
+    given = [f"--{name}" for name, value in vars(options).items() if value is not None and name != "resume"]
+    check_changes([*given, *dict.fromkeys(word.partition("=")[0] for word in words)])
     changes = given_settings(options, words)
     debug, steps = changes.pop("debug", False), changes.pop("steps", None)
     runs_dir = str(changes.pop("runs_dir", default_of("runs_dir")))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,30 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS
 from envgym.disk import locked, write_atomically
-from envgym.errors import EnvgymError, RunError, WorkerError
+from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError
 from envgym.run_folder import STOP, RunFolder, stage_folders
 from envgym.yaml_files import read_yaml
 
 WHERE_IT_RUNS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel")
 """Settings that may be others when a run goes on, with `runtime`, `roles.ROLE.workers` and `steps`."""
+
+
+MAY_CHANGE = re.compile(
+    rf"(--runtime|debug|runs_dir|steps|runtime|({'|'.join(map(re.escape, WHERE_IT_RUNS))}|roles\.\w+\.workers)(\..*)?)"
+)
+
+
+def check_changes(keys: Iterable[str]) -> None:
+    """Refuse settings and options that may not change when a run is resumed: it goes on as if nothing had happened.
+
+    Raises `ConfigError`.
+    """
+    refused = [key if key.startswith("--") else f"{key}=…" for key in keys if not MAY_CHANGE.fullmatch(key)]
+    if refused:
+        raise ConfigError(
+            "--resume goes on with the run's own settings; others may be steps, and where it runs (workers, placement, "
+            f"colocate, engine.count): leave out {', '.join(refused)}"
+        )
 
 
 @contextlib.contextmanager
