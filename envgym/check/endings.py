@@ -37,7 +37,7 @@ async def _after_the_end(subject: Subject) -> Finding:
     for number, task in enumerate(await subject.tasks(2)):
         for script in subject.scripts(task).values():
             fresh = await subject.play(task, number, script)
-            if not fresh.ended:
+            if not fresh.has_ended:
                 continue
             env = subject.spec.of(task).make()
             try:
@@ -62,7 +62,7 @@ async def _after_the_end(subject: Subject) -> Finding:
 
 
 def _reset_again(subject: Subject, fresh: Played, again: Played) -> Finding:
-    if again.error is not None and fresh.error is None:
+    if again.failed and not fresh.failed:
         return failed(
             f"an instance cannot be reset again: {again.problem()}", "reset must begin anew whatever came before"
         )

@@ -38,6 +38,8 @@ class CheckedEnv(Env):
 
     owns_spec = False
     """True if nobody else uses the spec, which is then closed with the instance."""
+    odd_flag = ""
+    """A value of `terminated` or `truncated` that is no truth value, as part of a sentence."""
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self.env = env
@@ -97,11 +99,18 @@ class CheckedEnv(Env):
             reward = checked_numbers(reward, info)
         except ValueError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
-        if inspect.iscoroutine(terminated) or inspect.iscoroutine(truncated):  # each is true
-            flags = shown((terminated, truncated))
-            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {flags}")
+        if type(terminated) is not bool or type(truncated) is not bool:
+            self._note_flags({"terminated": terminated, "truncated": truncated})
         self._playing = not (terminated or truncated)
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
+
+    def _note_flags(self, flags: Mapping[str, Any]) -> None:
+        if any(inspect.iscoroutine(flag) for flag in flags.values()):  # each is true
+            wrong = shown(tuple(flags.values()))
+            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {wrong}")
+        for name, flag in flags.items():
+            if type(flag).__name__ not in ("bool", "bool_"):  # and not NumPy's
+                self.odd_flag = f"step returned {shown(flag)} as {name}"
 
     async def close(self) -> None:
         self._playing = False

@@ -101,12 +101,12 @@ class Transcript:
         )
         row.turns.append(Turn(None, generation.stop_reason))
 
-    def demonstrate(self, token_ids: Sequence[int]) -> None:
+    def demonstrate(self, token_ids: Sequence[int], stop_reason: StopReason = StopReason.STOP) -> None:
         """Append a turn that was not sampled but shown."""
         row = self.rows[-1]
         row.objective = Objective.CROSS_ENTROPY
         row.segments.append(Segment("action", int_array(token_ids)))
-        row.turns.append(Turn(None, StopReason.STOP))
+        row.turns.append(Turn(None, stop_reason))
 
     def add_reward(self, reward: float | None, info: Mapping[str, Any]) -> None:
         """Record the environment's reward and info for the last turn. The last score, answer and value of each metric
