@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.processes import cancellation
 from envgym.processes.deadline import Deadline
+from envgym.rollout.runner import play_episode
 from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode, messages_of
 from envgym.types import Action, Episode, Observation, Task
 
@@ -23,6 +24,8 @@ Around = Callable[[], AbstractAsyncContextManager[Any]]
 CALL_SECONDS = 10.0
 """Seconds a reset or a step may take here; see `call_limit`."""
 CLOSE_SECONDS = 5.0
+EPISODE_SECONDS = 300.0
+"""Seconds an episode may take, and a judgement of several."""
 
 
 class Played(ScriptedEpisode):
@@ -31,8 +34,11 @@ class Played(ScriptedEpisode):
     result: Episode
     """The runner's record, with its outcome."""
 
-    def __init__(self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str, around: Around) -> None:
+    def __init__(
+        self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext
+    ) -> None:
         super().__init__(task, seed, script)
+        self.spec = spec
         self.script = name
         self.failed_in = "reset"
         """The method that was called last."""
@@ -44,6 +50,11 @@ class Played(ScriptedEpisode):
         self._limit = call_limit(spec)
         self.close_limit = min(CLOSE_SECONDS, self._limit)
         self._around = around
+
+    async def play_out(self) -> None:
+        """Play it on a new instance."""
+        self.result = await play_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
+        self.result.id = f"check/{self.task.key}:{self.script}"
 
     async def reset(self, env: CheckedEnv) -> Observation:
         self._watch_close(env)

@@ -11,10 +11,10 @@ from envgym.rollout.runner import compare
 from envgym.rollout.scripted import Script
 from envgym.types import Episode, Group, Limit, Task
 
-from .play import Played
+from .play import EPISODE_SECONDS, Played
 from .report import Finding, Verdict, failed, not_applicable, ok, warning
 from .scripts import demonstrated, empty, injection, monkey, parrot, random_text, random_tokens, with_noise
-from .subject import EPISODE_SECONDS, Subject
+from .subject import Subject
 
 TASKS = 24
 FEWEST = 4

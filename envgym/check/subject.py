@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from envgym.env import CheckedEnv, EnvSpec
+from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.hashing import task_hash
-from envgym.rollout.runner import play_episode
 from envgym.rollout.scripted import Script
 from envgym.types import Message, Task
 
@@ -24,8 +23,6 @@ from .scripts import demonstrated, monkey
 TASK_SECONDS = 4.0
 """Seconds for reading tasks, where they are many and slow to make; `FEWEST_TASKS` are read all the same."""
 FEWEST_TASKS = 24
-EPISODE_SECONDS = 300.0
-"""Seconds an episode may take, and a judgement of several."""
 DEMONSTRATION_SEEDS = 8
 """Seeds among which the variants of a task's demonstration are looked for."""
 
@@ -121,18 +118,8 @@ class Subject:
             named["demonstration"] = demonstrated(variants[0])
         return named
 
-    async def play(
-        self,
-        task: Task,
-        seed: int,
-        script: Script,
-        name: str = "",
-        *,
-        env: CheckedEnv | None = None,
-        around: Around = nullcontext,
-    ) -> Played:
-        """Play one episode with a new instance, or with `env`, and close it. `around` is entered for each call."""
+    async def play(self, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext) -> Played:
+        """Play one episode. `around` is entered for each call."""
         played = Played(self.spec, task, seed, script, name, around)
-        played.result = await play_episode(self.spec, task, played.play, EPISODE_SECONDS, env=env)
-        played.result.id = f"check/{task.key}:{name}"
+        await played.play_out()
         return played

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import time
@@ -202,7 +201,7 @@ async def _score(
             episode.rows, episode.messages = _with_rewards(old.rows, turns), old.messages
             judged[index] = episode
         judged_groups = saved_groups(judged)
-        await asyncio.gather(*(runner.compare(group) for group in judged_groups))
+        await runner.compare(judged_groups)
         runner.withdraw_scores(judged_groups)
     for index in tasks:
         judged[index].metrics |= _before(saved[index])

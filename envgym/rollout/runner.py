@@ -123,7 +123,7 @@ class Runner:
         played = list(groups.values())
         for group in played:
             group.episodes.sort(key=lambda episode: episode.member)
-        judged = await asyncio.gather(*(self.compare(group) for group in played)) if self.agent.uses_policy else []
+        judged = await self.compare(played) if self.agent.uses_policy else []
         changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(played))}
         if on_episode is not None:
             for episode in changed.values():
@@ -173,6 +173,11 @@ class Runner:
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
+    async def compare(self, groups: Iterable[Group]) -> list[list[Episode]]:
+        """Let environments judge groups that they judge together. Returns the episodes that they said something of."""
+        seconds = self.config.episode_timeout
+        return await asyncio.gather(*(compare(self.spec, group, seconds) for group in groups))
+
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
         return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
@@ -206,13 +211,8 @@ class Runner:
         seed = derived_seed(self.seed, task.key)
         sampler = None
         if self.engine is not None:
-            sampler = EpisodeSampler(
-                waves or self.engine,
-                episode_id,
-                plan.sampling,
-                self.max_model_len,
-                derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
-            )
+            sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
+            sampler = EpisodeSampler(waves or self.engine, episode_id, plan.sampling, self.max_model_len, sampling_seed)
         WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
 
         def play(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
@@ -221,7 +221,7 @@ class Runner:
             # A replay picks among demonstrations by its seed, so members and purposes must differ in it.
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), member=member)
 
-        episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler=sampler)
+        episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler)
         return replace(
             episode,
             id=episode_id,
@@ -237,9 +237,6 @@ class Runner:
         if id(spec) not in self._fingerprints:
             self._fingerprints[id(spec)] = spec.fingerprint()
         return self._fingerprints[id(spec)]
-
-    async def compare(self, group: Group) -> list[Episode]:
-        return await compare(self.spec, group, self.config.episode_timeout)
 
 
 class _Tally:
@@ -267,20 +264,19 @@ async def play_episode(
     task: Task,
     play: Callable[[CheckedEnv], Coroutine[Any, Any, Episode]],
     timeout: float,
-    *,
     sampler: EpisodeSampler | None = None,
-    env: CheckedEnv | None = None,
 ) -> Episode:
-    """The episode that `play` makes of a new instance, or of `env`, within `timeout` seconds. The instance is closed.
+    """The episode that `play` makes of a new instance within `timeout` seconds. The instance is closed.
 
     Whatever goes wrong is its outcome. It has no id yet, and was not judged with others. Raises `WorkerDied`: the
     engine is gone, and no episode can go on.
     """
     spec, name = spec.of(task), task.env or spec.id
+    env: CheckedEnv | None = None
     waiting: list[Span] = []
     start = time.monotonic()
     with UsersCode(WorkerDied) as call:
-        env = env or spec.make()
+        env = spec.make()
         async with _closing(env, sampler):
             with timed(waiting, "waiting"):
                 await env.acquire()

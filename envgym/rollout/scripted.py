@@ -55,7 +55,7 @@ class ScriptedEpisode:
     each `reset` and `step`.
     """
 
-    def __init__(self, task: Task, seed: int, script: Script = NO_ACTIONS, unfinished: Outcome = OUT_OF_TURNS) -> None:
+    def __init__(self, task: Task, seed: int, script: Script, unfinished: Outcome = OUT_OF_TURNS) -> None:
         self.task = task
         self.seed = seed
         self.first: Observation | None = None

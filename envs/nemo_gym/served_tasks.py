@@ -22,7 +22,7 @@ from envgym.agents.token_level import observed_messages
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, InvalidStep
 from envgym.hashing import derived_seed
-from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
+from envgym.rollout.scripted import NO_ACTIONS, PlayedTurn, ScriptedEpisode
 from envgym.types import Action, Observation, StopReason, Task, ToolCall
 
 from .protocol import PARAMS
@@ -46,7 +46,7 @@ class ServedEpisode(ScriptedEpisode):
     """
 
     def __init__(self, env: CheckedEnv, task: Task, seed: int) -> None:
-        super().__init__(task, seed)
+        super().__init__(task, seed, NO_ACTIONS)
         self.env = env
         self.lock = asyncio.Lock()
         self.calls = 0
