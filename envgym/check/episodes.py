@@ -51,13 +51,13 @@ def can_be_played(subject: Subject) -> Finding:
         return failed(found, "a call must return within env.call_timeout, close within seconds")
     if broken := [episode for episode in played if episode.failed and not episode.wrong_types]:
         first = broken[0]
-        after = f" in turn {len(first.turns) + 1}" if first.failed_in == "step" else ""
+        after = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
         found = f"{len(broken)} of {len(played)} failed, the first ({first.script}){after}: {first.problem()}"
         if all(episode.no_service for episode in broken) and subject.needs_services:
             return not_applicable(found)
         if first.hangs:
             return failed(found, "a call must return within env.call_timeout; give what it waits for a deadline")
-        if first.failed_in == "reset":
+        if first.last_call == "reset":
             return failed(found, "every task must be posed: reset may not raise, whatever the task and the seed")
         return failed(found, "whatever the policy says is a turn to be answered: no text may raise")
     turns = sum(len(episode.turns) for episode in played)

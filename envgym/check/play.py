@@ -40,7 +40,7 @@ class Played(ScriptedEpisode):
         super().__init__(task, seed, script)
         self.spec = spec
         self.script = name
-        self.failed_in = "reset"
+        self.last_call = "reset"
         """The method that was called last."""
         self.seconds: list[float] = []
         """Those of the reset and of each turn."""
@@ -68,7 +68,7 @@ class Played(ScriptedEpisode):
 
     async def _call(self, method: str, work: Coroutine[Any, Any, T]) -> T:
         """Await a call within the limit."""
-        self.failed_in, deadline = method, Deadline(self._limit)
+        self.last_call, deadline = method, Deadline(self._limit)
         async with self._around():
             start = time.monotonic()
             try:
@@ -106,10 +106,10 @@ class Played(ScriptedEpisode):
         reason, text = self.result.outcome.reason, " ".join(self.result.outcome.message.split())
         if reason == "does_not_end":
             grace = cancellation.GRACE_SECONDS
-            return f"{self.failed_in} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
+            return f"{self.last_call} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
         if reason != "environment" or self.no_service:
             return text
-        return f"{self.failed_in} raised {text}"
+        return f"{self.last_call} raised {text}"
 
     def record(self) -> list[dict[str, Any]]:
         """All that the environment returned: an entry for the reset and one for each turn."""

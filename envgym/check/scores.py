@@ -100,7 +100,7 @@ async def _play(subject: Subject) -> Earned:
                 group.append(played.result)
                 continue
             earned.failure = played.problem()
-            if played.failed_in == "score_group" and played.result.outcome.reason in MISTAKES:
+            if played.last_call == "score_group" and played.result.outcome.reason in MISTAKES:
                 earned.mistake = earned.failure
     return earned
 
@@ -110,7 +110,7 @@ async def _play_together(subject: Subject, task: Task, seed: int, scripts: Mappi
     played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
     finished = [episode for episode in played if not episode.failed]
     for episode in finished:
-        episode.failed_in = "score_group"
+        episode.last_call = "score_group"
     group = Group("check", task, [episode.result for episode in finished])
     await compare(subject.spec, group, EPISODE_SECONDS)
     return dict(zip(scripts, played, strict=True))

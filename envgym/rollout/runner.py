@@ -12,8 +12,8 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from envgym.agent import Agent
@@ -222,16 +222,10 @@ class Runner:
             return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), member=member)
 
         episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler)
-        return replace(
-            episode,
-            id=episode_id,
-            env=task.env or spec.id,
-            group=group.id,
-            member=member,
-            attempt=attempt,
-            seed=seed,
-            fingerprints={**self._fingerprint(spec), "task": fingerprint},
-        )
+        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
+        episode.member, episode.attempt, episode.seed = member, attempt, seed
+        episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
+        return episode
 
     def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
         if id(spec) not in self._fingerprints:
@@ -273,45 +267,49 @@ async def play_episode(
     """
     spec, name = spec.of(task), task.env or spec.id
     env: CheckedEnv | None = None
+    result: Episode | Outcome | None = None
     waiting: list[Span] = []
     start = time.monotonic()
     with UsersCode(WorkerDied) as call:
         env = spec.make()
-        async with _closing(env, sampler):
+        async with _Closing(env, sampler):
             with timed(waiting, "waiting"):
                 await env.acquire()
             start = time.monotonic()  # waiting for a place is not the episode's own time
             result = await run_to_end(_in_time(spec, play(env), timeout, f"{name}: an episode"))
-    if hasattr(call, "error"):
+    if result is None:
         result = _failure(spec, call.error)
     episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
-    spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
-    return replace(episode, seconds=time.monotonic() - start, spans=spans)
+    episode.seconds = time.monotonic() - start
+    episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
+    return episode
 
 
-@contextlib.asynccontextmanager
-async def _closing(env: CheckedEnv, sampler: EpisodeSampler | None) -> AsyncIterator[None]:
-    """Close the instance at the end, whatever that raises: the episode is over and its outcome known."""
-    limit: Deadline | contextlib.nullcontext[None] = contextlib.nullcontext()
+class _Closing:
+    """Closes an instance at the end of its `async with`, whatever that raises: the outcome is known by then. What goes
+    on after its end samples no more."""
 
-    async def close() -> None:
-        async with limit:
-            await env.close()
+    def __init__(self, env: CheckedEnv, sampler: EpisodeSampler | None) -> None:
+        self._env = env
+        self._sampler = sampler
 
-    try:
-        yield
-    except StillRunning:  # it may well not close either
-        limit = Deadline(cancellation.GRACE_SECONDS)
-        if sampler is not None:
-            sampler.end()
-        raise
-    finally:
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        goes_on = isinstance(error, StillRunning)
+        if goes_on and self._sampler is not None:
+            self._sampler.end()
         try:
-            if env.has_close:
+            if self._env.has_close:
                 with UsersCode():
-                    await run_to_end(close())
+                    await run_to_end(self._close(goes_on))
         finally:
-            env.leave()
+            self._env.leave()
+
+    async def _close(self, goes_on: bool) -> None:
+        # One that is still at work may well not close either.
+        async with Deadline(cancellation.GRACE_SECONDS) if goes_on else contextlib.nullcontext():
+            await self._env.close()
 
 
 async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
@@ -330,9 +328,8 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
         verdicts = _failure(spec, error)
     if verdicts is None:
         return []
-    if isinstance(verdicts, Outcome):
-        verdicts = [verdicts] * len(finished)
-    for episode, verdict in zip(finished, verdicts, strict=True):
+    of_each = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
+    for episode, verdict in zip(finished, of_each, strict=True):
         episode.spans = [*episode.spans, *judging]
         if isinstance(verdict, Judgement):
             apply_judgement(episode, verdict)
@@ -342,9 +339,7 @@ async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
     return finished
 
 
-async def _verdicts(
-    spec: EnvSpec, task: Task, finished: Sequence[Episode]
-) -> Sequence[Judgement | Exception | Outcome] | None:
+async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[Judgement | Exception] | None:
     """The environment's verdict on each of the finished members, or None where it judges no groups."""
     judged = await spec.score_group(task, finished)
     if judged is not None and len(judged) != len(finished):
@@ -378,7 +373,7 @@ def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
     for expected, kind in FAILURES.items():
         if isinstance(error, expected):
             return Outcome.failed(kind, message, retryable=expected is CallTimeout)
-    where = f" ({own})" if (own := users_line(error)) else ""
+    where = f" ({line})" if (line := users_line(error)) else ""
     message = f"{type(error).__name__}: {message}{where}"
     return Outcome.failed("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
