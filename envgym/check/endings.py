@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from envgym.env import CheckedEnv
+from envgym.errors import CallTimeout
+from envgym.processes.deadline import call_in_time
 from envgym.processes.family import descendants, stat
 from envgym.registry import spec
 from envgym.rollout.scripted import ScriptedEpisode, in_order
@@ -90,14 +92,12 @@ async def _close(subject: Subject) -> Finding:
         env = subject.spec.of(task).make()
         try:
             if resets:
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await env.reset(seed=0, options={"task": task})
+                await call_in_time(env.reset(seed=0, options={"task": task}), CLOSE_SECONDS, "reset")
             for _ in range(closes):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await env.close()
+                await call_in_time(env.close(), CLOSE_SECONDS, "close")
         except Exception as error:
             problem = f"raises {error!r:.100}"
-            if isinstance(error, TimeoutError):
+            if isinstance(error, CallTimeout):
                 problem = f"takes longer than {CLOSE_SECONDS:g} s"
             advice = "close is called in every path, also after a reset that failed: let it release what there is"
             return failed(f"close {when} {problem}", advice)

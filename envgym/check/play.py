@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
 from envgym.processes import cancellation
-from envgym.processes.deadline import Deadline
+from envgym.processes.deadline import Deadline, call_in_time
 from envgym.rollout.runner import play_episode
 from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode, messages_of
 from envgym.types import Action, Episode, Observation, Task
@@ -68,16 +68,11 @@ class Played(ScriptedEpisode):
 
     async def _call(self, method: str, work: Coroutine[Any, Any, T]) -> T:
         """Await a call within the limit."""
-        self.last_call, deadline = method, Deadline(self._limit)
+        self.last_call = method
         async with self._around():
             start = time.monotonic()
             try:
-                async with deadline:
-                    return await work
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                raise CallTimeout(f"{method} took longer than {self._limit:g} s") from None
+                return await call_in_time(work, self._limit, method)
             finally:
                 self.seconds.append(time.monotonic() - start)
 

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
-from envgym.processes.deadline import Deadline
+from envgym.errors import InvalidStep, ResetNeeded
+from envgym.processes.deadline import call_in_time
 from envgym.processes.threads import OwnThread
 from envgym.types import Action, Observation, Span, Task, as_observation, timed
 
@@ -153,19 +153,11 @@ class CheckedEnv(Env):
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
-        deadline = Deadline(self.spec.config.call_timeout, f"{self.spec.id}: {method.__name__}")
-        try:
-            async with deadline:
-                if self._thread is not None and method.__name__ in self._blocking:
-                    result = await self._thread.call(method, *args, **kwargs)
-                else:
-                    result = await method(*args, **kwargs)
-            if not deadline.expired():
-                return result
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # the environment's own
-        raise CallTimeout(f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s")
+        if self._thread is not None and method.__name__ in self._blocking:
+            call = self._thread.call(method, *args, **kwargs)
+        else:
+            call = method(*args, **kwargs)
+        return await call_in_time(call, self.spec.config.call_timeout, f"{self.spec.id}: {method.__name__}")
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")

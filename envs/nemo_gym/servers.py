@@ -20,7 +20,8 @@ from envgym.agents.external.responses_api import Item, input_items, output_items
 from envgym.agents.token_level import observed_messages
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
-from envgym.types import Action, Message, Observation, ToolCall
+from envgym.rollout.scripted import messages_of
+from envgym.types import Action, Message, ToolCall
 
 from .protocol import FAILURE_CLASS, PARAMS, numbers
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
@@ -146,7 +147,7 @@ class ResourcesServer:
             call = ToolCall(f"call_{episode.calls}", name, arguments)
             episode.calls += 1
             turn = await episode.answer(Action("", (), (call,), content=""))
-        return web.Response(text=_text(turn.observation))
+        return web.Response(text="\n\n".join(message.text for message in messages_of(turn.observation)))
 
     async def _verify(self, request: web.Request) -> web.Response:
         """The verdict on a whole `Response`. The rewards of its calls are known; its last words are the last action."""
@@ -203,12 +204,6 @@ async def _stepped(episode: ServedEpisode, action: Action | None) -> Item:
         "terminated": turn.terminated,
         "truncated": turn.truncated and not turn.terminated,
     }
-
-
-def _text(observation: Observation) -> str:
-    if observation.text is not None:
-        return observation.text
-    return "\n\n".join(message.text for message in observation.messages)
 
 
 # -- the agent server --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import math
-import random
 import secrets
 import signal
 import sys
@@ -15,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import ConfigError, EnvgymError, printable
+from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
 from envgym.registry import load_component
 from envgym.rollout.runner import compare, play_episode
 from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
 from envgym.types import Action, Episode, Group, Observation, Task, ToolCall, ToolSpec
 
-from .show import example_call, first_line, lines_of, signature
+from .show import choose_task, example_call, first_line, lines_of, signature
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,14 +78,6 @@ def _task_word(word: str) -> tuple[str, int]:
     return split or "train", int(number)
 
 
-async def _choose(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> Task:
-    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
-    try:
-        return await spec.tasks(split).get(number)
-    except IndexError:
-        raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
-
-
 class ByHand(ScriptedEpisode):
     """An episode that the user plays, who is shown what the environment says."""
 
@@ -116,7 +107,7 @@ async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
 
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     async with start_services(spec, now=False):
-        task = await _choose(spec, seed, word)
+        _, task = await choose_task(spec, seed, word)
         console.print(f"{spec.id}, task {task.key}, seed {seed} (the same again: --seed {seed})", style="dim")
         by_hand = ByHand(console, task, seed)
         episode = await play_episode(spec, task, by_hand.play, math.inf)
