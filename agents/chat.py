@@ -11,9 +11,7 @@ from envgym.engine import ChatReply
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidStep, PromptTooLong
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn
-
-from .token_level import observed_messages
+from envgym.types import Action, Episode, Limit, Observation, Outcome, Task, Turn, observed_messages
 
 TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 

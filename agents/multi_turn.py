@@ -12,9 +12,9 @@ from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.render.stop import sampling_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Limit, Observation, Outcome, Task
+from envgym.types import Action, Limit, Observation, Outcome, Task, observed_messages
 
-from .token_level import TokenLevel, TokenLevelConfig, extend, observed_messages
+from .token_level import TokenLevel, TokenLevelConfig, extend
 
 
 class MultiTurnConfig(TokenLevelConfig):

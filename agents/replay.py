@@ -10,8 +10,9 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import InvalidOutcome
 from envgym.render import Dialogue
+from envgym.rollout.scripted import action_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, Task
+from envgym.types import Episode, Limit, Message, Observation, Outcome, Task
 
 from .token_level import extend
 
@@ -53,7 +54,7 @@ class Replay(Agent):
             transcript.add_reward(reward, {"metrics": recording.metrics})
             if number == last:
                 break
-            observation, _, terminated, truncated, _ = await env.step(demonstrated(turn, token_ids))
+            observation, _, terminated, truncated, _ = await env.step(action_of(turn, token_ids))
             if terminated or truncated:
                 raise InvalidOutcome("demonstration", f"{task.key}: it goes on after the episode has ended")
             extend(transcript, dialogue.add_observation(observation))
@@ -79,10 +80,3 @@ def piece(dialogue: Dialogue, turn: str | Message) -> list[int]:
     """The tokens of a piece of an answer, with no end of turn."""
     text = turn if isinstance(turn, str) else turn.text
     return dialogue.add_observation(Observation(text=text)).token_ids
-
-
-def demonstrated(turn: str | Message, token_ids: list[int]) -> Action:
-    """A recorded turn as the action it stands for."""
-    if isinstance(turn, str):
-        return Action(turn, token_ids)
-    return Action(turn.text, token_ids, turn.tool_calls)

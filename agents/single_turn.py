@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from envgym.env import CheckedEnv
 from envgym.render.stop import sampling_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Limit, Outcome, Task
+from envgym.types import Action, Limit, Outcome, Task, observed_messages
 
-from .token_level import TokenLevel, observed_messages
+from .token_level import TokenLevel
 
 
 class SingleTurn(TokenLevel):

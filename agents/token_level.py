@@ -13,7 +13,7 @@ from envgym.env import CheckedEnv
 from envgym.errors import TurnRefused
 from envgym.render import Extension
 from envgym.rollout.transcript import Transcript
-from envgym.types import Episode, Limit, Message, Observation, Outcome, Row, Segment, Task
+from envgym.types import Episode, Limit, Outcome, Row, Segment, Task
 
 
 class TokenLevelConfig(AgentConfig):
@@ -65,8 +65,3 @@ def actions_of(row: Row) -> Iterator[tuple[Segment, list[int]]]:
         if segment.role == "action":
             yield segment, before[:]
         before.extend(segment.token_ids)
-
-
-def observed_messages(observation: Observation) -> list[Message]:
-    """An observation as messages; raw text is the user's."""
-    return [Message.of("user", observation.text)] if observation.text else list(observation.messages)

@@ -30,12 +30,12 @@ ALLOWED = {
     },
     "agents": {
         "envgym.types", "envgym.render", "envgym.engine", "envgym.agent", "envgym.env", "envgym.errors",
-        "envgym.rollout.transcript", "envgym.net",
+        "envgym.rollout.scripted", "envgym.rollout.transcript", "envgym.net",
     },
     "learners": {"envgym.types", "envgym.learner", "envgym.settings"},
 }  # fmt: skip
 FOREIGN = {
-    "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render"},
+    "envs/nemo_gym": {"envgym.agent", "envgym.agents", "envgym.render", "envgym.rollout.scripted"},
     "envs/openrlhf": {"envgym.agent", "envgym.agents", "envgym.rollout.transcript"},
 }
 """What another framework's folder imports beside: it holds their agents, and servers that speak as theirs do."""

@@ -12,10 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from envgym.env import CheckedEnv
+from envgym.errors import CallTimeout
+from envgym.processes.deadline import call_in_time
 from envgym.processes.family import descendants, stat
 from envgym.registry import spec
+from envgym.rollout.scripted import ScriptedEpisode, in_order
 from envgym.services import start_services
-from envgym.types import Action
+from envgym.types import Action, Observation
 
 from .play import CLOSE_SECONDS, Played, difference
 from .report import Finding, Verdict, failed, listed, not_applicable, ok
@@ -33,36 +37,40 @@ async def check(subject: Subject) -> list[Finding]:
     return [await _after_the_end(subject), await _close(subject)]
 
 
+class PlayedAgain(Played):
+    """An episode on an instance that has played it before, and was then asked for a step after the end."""
+
+    has_ended_before = False
+    step_is_answered = False
+
+    async def reset(self, env: CheckedEnv) -> Observation:
+        before = ScriptedEpisode(self.task, self.seed, self._script)
+        await before.play(env)
+        self.has_ended_before = before.has_ended
+        with contextlib.suppress(Exception):
+            await env.step(Action("more"))
+            self.step_is_answered = True
+        return await super().reset(env)
+
+
 async def _after_the_end(subject: Subject) -> Finding:
     for number, task in enumerate(await subject.tasks(2)):
         for script in subject.scripts(task).values():
             fresh = await subject.play(task, number, script)
-            if not fresh.ended:
+            again = PlayedAgain(subject.spec, task, number, in_order([turn.action for turn in fresh.turns]))
+            if fresh.has_ended:
+                await again.play_out()
+            if not again.has_ended_before:  # the same turns do not end it again
                 continue
-            env = subject.spec.of(task).make()
-            try:
-                await env.reset(seed=number, options={"task": task})
-                for turn in fresh.turns:
-                    _, _, terminated, truncated, _ = await env.step(turn.action)
-                    if terminated or truncated:
-                        break
-                else:  # the same turns do not end it again
-                    continue
-                try:
-                    await env.step(Action("more"))
-                except Exception:
-                    return _reset_again(subject, fresh, await subject.play(task, number, script, env=env))
+            if again.step_is_answered:
                 advice = "raise ResetNeeded from a step that comes after the last"
                 return failed("a step after the end is answered as if nothing had happened", advice)
-            finally:
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        await env.close()
+            return _reset_again(subject, fresh, again)
     return not_applicable("no episode came to an end")
 
 
 def _reset_again(subject: Subject, fresh: Played, again: Played) -> Finding:
-    if again.error is not None and fresh.error is None:
+    if again.failed and not fresh.failed:
         return failed(
             f"an instance cannot be reset again: {again.problem()}", "reset must begin anew whatever came before"
         )
@@ -84,14 +92,12 @@ async def _close(subject: Subject) -> Finding:
         env = subject.spec.of(task).make()
         try:
             if resets:
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await env.reset(seed=0, options={"task": task})
+                await call_in_time(env.reset(seed=0, options={"task": task}), CLOSE_SECONDS, "reset")
             for _ in range(closes):
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await env.close()
+                await call_in_time(env.close(), CLOSE_SECONDS, "close")
         except Exception as error:
             problem = f"raises {error!r:.100}"
-            if isinstance(error, TimeoutError):
+            if isinstance(error, CallTimeout):
                 problem = f"takes longer than {CLOSE_SECONDS:g} s"
             advice = "close is called in every path, also after a reset that failed: let it release what there is"
             return failed(f"close {when} {problem}", advice)

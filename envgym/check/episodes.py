@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Mapping
 
-from envgym.errors import CallTimeout
+from envgym.rollout.scripted import in_order
 from envgym.types import ToolCall, ToolSpec
 
 from .play import Played, text_of
 from .report import Finding, failed, listed, not_applicable, ok, warning
-from .scripts import MAX_TURNS, calling, empty, injection, once, random_tokens
+from .scripts import MAX_TURNS, calling, empty, injection, random_tokens
 from .subject import Subject
 
 CHECKS = ("episodes", "types", "tools")
@@ -46,21 +46,22 @@ def can_be_played(subject: Subject) -> Finding:
     played = subject.episodes
     if not played:
         return not_applicable("there are no tasks to play")
-    if (last := played[-1]).close_error is not None and last.hangs:
-        return failed(str(last.close_error), "a call must return within env.call_timeout, close within seconds")
-    if broken := [episode for episode in played if episode.error is not None and not episode.wrong_types]:
+    if (last := played[-1]).close_hangs:
+        found = f"close took longer than {last.close_limit:g} s"
+        return failed(found, "a call must return within env.call_timeout, close within seconds")
+    if broken := [episode for episode in played if episode.failed and not episode.wrong_types]:
         first = broken[0]
-        after = f" in turn {len(first.turns) + 1}" if first.failed_in == "step" else ""
+        after = f" in turn {len(first.turns) + 1}" if first.last_call == "step" else ""
         found = f"{len(broken)} of {len(played)} failed, the first ({first.script}){after}: {first.problem()}"
         if all(episode.no_service for episode in broken) and subject.needs_services:
             return not_applicable(found)
-        if isinstance(first.error, CallTimeout):
+        if first.hangs:
             return failed(found, "a call must return within env.call_timeout; give what it waits for a deadline")
-        if first.failed_in == "reset":
+        if first.last_call == "reset":
             return failed(found, "every task must be posed: reset may not raise, whatever the task and the seed")
         return failed(found, "whatever the policy says is a turn to be answered: no text may raise")
     turns = sum(len(episode.turns) for episode in played)
-    endless = [episode for episode in played if not episode.ended and len(episode.turns) == MAX_TURNS]
+    endless = [episode for episode in played if not episode.has_ended and len(episode.turns) == MAX_TURNS]
     found = f"{len(played)} played, {turns} turns"
     if len(endless) == len([episode for episode in played if episode.script != "demonstration"]):
         advice = "set a limit of turns and return truncated=True past it: a policy may never do the right thing"
@@ -99,13 +100,13 @@ async def tools(subject: Subject) -> Finding:
         *(ToolCall(f"lacks {tool}", tool, {"no such argument": None}) for tool in specs),
     ]
     for call in calls:
-        played = await subject.play(task, 0, once(calling([call])))
-        if played.error is not None and not played.no_service:
+        played = await subject.play(task, 0, in_order([calling([call])]))
+        if played.failed and not played.no_service:
             what = call.error or f"a call of {call.name} with {dict(call.arguments)}"
             advice = "answer it with a message of the role tool that says what is wrong, as ToolBox does"
             return failed(f"{what}: {played.problem()}", advice)
         turn = played.turns[0] if played.turns else None
-        if turn and not played.ended and call.id not in {m.tool_call_id for m in turn.observation.messages}:
+        if turn and not played.has_ended and call.id not in {m.tool_call_id for m in turn.observation.messages}:
             advice = "answer every call with a message of the role tool that has its tool_call_id, as ToolBox does"
             return failed(f"a call of {call.name or 'nothing'} got no answer", advice)
     return ok(f"{listed(specs, 5)}; wrong calls are answered")

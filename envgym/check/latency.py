@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Self
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Self
 
-from envgym.types import Task
-
-from .play import Played, Script
 from .report import Finding, failed, not_applicable, ok, warning
 from .subject import Clock, Subject
 
@@ -35,13 +33,15 @@ async def check(subject: Subject) -> list[Finding]:
             for script in subject.scripts(task).values():
                 if clock.is_up and resets:
                     break
-                runs = [await _timed(subject, task, number, script, heart) for _ in range(REPEATS)]
-                for played, _ in runs:
-                    resets.append(played.reset_seconds)
-                    steps += [turn.seconds for turn in played.turns]
-                    if played.error is not None and not steps:
+                runs = []
+                for _ in range(REPEATS):
+                    runs.append(heart.begin_episode())
+                    played = await subject.play(task, number, script, around=heart.call)
+                    resets += played.seconds[:1]
+                    steps += played.seconds[1:]
+                    if played.failed and not steps:
                         return [not_applicable(played.problem()), not_applicable(played.problem())]
-                for index, same_call in enumerate(zip(*(holds for _, holds in runs), strict=False)):
+                for index, same_call in enumerate(zip(*runs, strict=False)):
                     call = "step" if index else "reset"
                     held[call] = max(held.get(call, 0.0), min(same_call))
     return [_latency(resets, steps), _event_loop(subject, held)]
@@ -87,14 +87,20 @@ class _Heart:
     async def __aexit__(self, *error: object) -> None:
         self._beating.cancel()
 
-    async def longest_pause(self, call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
-        """The result of `call`, and the longest time without a beat until it came, in seconds."""
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Add the longest time without a beat in here to the pauses of the episode."""
         await asyncio.sleep(0)
         self._note()
         self._longest = 0.0
-        result = await call()
+        yield
         self._note()
-        return result, max(0.0, self._longest - BEAT_SECONDS)
+        self._pauses.append(max(0.0, self._longest - BEAT_SECONDS))
+
+    def begin_episode(self) -> list[float]:
+        """The list that is to hold the longest pause of each call, in seconds."""
+        self._pauses: list[float] = []
+        return self._pauses
 
     async def _beat(self) -> None:
         while True:
@@ -104,14 +110,3 @@ class _Heart:
     def _note(self) -> None:
         now = time.monotonic()
         self._last, self._longest = now, max(self._longest, now - self._last)
-
-
-async def _timed(subject: Subject, task: Task, seed: int, script: Script, heart: _Heart) -> tuple[Played, list[float]]:
-    """Play an episode; also the time for which each call of it held the loop."""
-    player = subject.player(task, seed, script)
-    goes_on, hold = await heart.longest_pause(player.begin)
-    holds = [hold]
-    while goes_on:
-        goes_on, hold = await heart.longest_pause(player.turn)
-        holds.append(hold)
-    return await player.end(), holds

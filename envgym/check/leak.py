@@ -21,11 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from envgym.rollout.scripted import NO_ACTIONS
 from envgym.types import Message
 
 from .play import text_of
 from .report import Finding, failed, not_applicable, ok, warning
-from .scripts import empty
 from .subject import Subject
 
 CHECKS = ("leak",)
@@ -49,9 +49,7 @@ async def check(subject: Subject) -> list[Finding]:
         answer = written(task.answer) or _demonstrated(subject.demonstrations(task))
         if not answer:
             continue
-        player = subject.player(task, number, empty)
-        await player.begin()
-        played = await player.end()
+        played = await subject.play(task, number, NO_ACTIONS)
         if played.first is not None:
             texts.append(text_of(played.first))
             answers.append(answer)

@@ -1,73 +1,90 @@
-"""Episodes played from scripts in place of a policy, with a record of each, so that two can be compared."""
+"""Episodes that a check plays from scripts, with a record of each, so that two can be compared."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeVar
 
-from envgym.engine import Generation
-from envgym.env import CheckedEnv, EnvSpec, Info
-from envgym.env.checked import shown
+from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import CallTimeout, InvalidOutcome, InvalidStep, ResetNeeded
-from envgym.loading import users_line
 from envgym.processes import cancellation
-from envgym.processes.deadline import Deadline
-from envgym.rollout.runner import apply_judgement, as_judgement
-from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Episode, Message, Observation, Outcome, Task, float_array, int_array
+from envgym.processes.deadline import Deadline, call_in_time
+from envgym.rollout.runner import play_episode
+from envgym.rollout.scripted import PlayedTurn, Script, ScriptedEpisode
+from envgym.types import Action, Episode, Observation, Task, observed_messages
 
-Script = Callable[[int, Observation], Action | None]
-"""The action for turn k (from 0) given what was just observed; None where it has nothing more to do."""
+T = TypeVar("T")
+Around = Callable[[], AbstractAsyncContextManager[Any]]
+"""Entered for each call of an environment."""
 
 CALL_SECONDS = 10.0
 """Seconds a reset or a step may take here; see `call_limit`."""
 CLOSE_SECONDS = 5.0
+EPISODE_SECONDS = 300.0
+"""Seconds an episode may take, and a judgement of several."""
 
 
-@dataclass(slots=True)
-class Turn:
-    """One action and the environment's answer to it."""
+class Played(ScriptedEpisode):
+    """One episode, or what there was of it when something went wrong. Other episodes may be played beside it."""
 
-    action: Action
-    observation: Observation
-    reward: float | None
-    terminated: bool
-    truncated: bool
-    info: Info
-    seconds: float
+    result: Episode
+    """The runner's record, with its outcome."""
 
+    def __init__(
+        self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext
+    ) -> None:
+        super().__init__(task, seed, script)
+        self.spec = spec
+        self.script = name
+        self.last_call = "reset"
+        """The method that was called last."""
+        self.seconds: list[float] = []
+        """Those of the reset and of each turn."""
+        self.odd_flag = ""
+        self.close_hangs = False
+        """Its close took longer than `close_limit`."""
+        self._limit = call_limit(spec)
+        self.close_limit = min(CLOSE_SECONDS, self._limit)
+        self._around = around
 
-@dataclass(slots=True)
-class Played:
-    """One episode, or what there was of it when a call raised `error`, in the method `failed_in`."""
+    async def play_out(self) -> None:
+        """Play it on a new instance."""
+        self.result = await play_episode(self.spec, self.task, self.play, EPISODE_SECONDS)
+        self.result.id = f"check/{self.task.key}:{self.script}"
 
-    task: Task
-    seed: int
-    script: str
-    first: Observation | None = None
-    info: Info = field(default_factory=dict)
-    turns: list[Turn] = field(default_factory=list)
-    error: BaseException | None = None
-    failed_in: str = ""
-    close_error: BaseException | None = None
-    reset_seconds: float = 0.0
-    odd_flag: str = ""
-    """A value of `terminated` or `truncated` that is no truth value, as part of a sentence."""
+    async def reset(self, env: CheckedEnv) -> Observation:
+        self._watch_close(env)
+        return await self._call("reset", super().reset(env))
+
+    async def step(self, env: CheckedEnv, action: Action) -> PlayedTurn:
+        await asyncio.sleep(0)  # methods that never wait would else be played one episode after the other
+        turn = await self._call("step", super().step(env, action))
+        self.odd_flag = env.odd_flag
+        return turn
+
+    async def _call(self, method: str, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call within the limit."""
+        self.last_call = method
+        async with self._around():
+            start = time.monotonic()
+            try:
+                return await call_in_time(work, self._limit, method)
+            finally:
+                self.seconds.append(time.monotonic() - start)
 
     @property
-    def ended(self) -> bool:
-        """True if the environment ended it."""
-        return bool(self.turns) and (self.turns[-1].terminated or self.turns[-1].truncated)
+    def failed(self) -> bool:
+        return self.result.failed
 
     @property
     def hangs(self) -> bool:
         """True if a call took longer than it may."""
-        return isinstance(self.error, CallTimeout) or isinstance(self.close_error, CallTimeout)
+        goes_on = self.result.outcome.reason == "does_not_end"
+        return goes_on or self.close_hangs or isinstance(self.error, CallTimeout)
 
     @property
     def wrong_types(self) -> bool:
@@ -80,21 +97,22 @@ class Played:
         return isinstance(self.error, InvalidOutcome)
 
     def problem(self) -> str:
-        """The error as part of a sentence."""
-        if self.error is None:
-            return ""
-        if isinstance(self.error, InvalidStep | CallTimeout | InvalidOutcome):
-            return f"{self.error}"
-        where = f" ({own})" if (own := users_line(self.error)) else ""
-        return f"{self.failed_in} raised {type(self.error).__name__}: {' '.join(str(self.error).split())[:200]}{where}"
+        """The failure as part of a sentence."""
+        reason, text = self.result.outcome.reason, " ".join(self.result.outcome.message.split())
+        if reason == "does_not_end":
+            grace = cancellation.GRACE_SECONDS
+            return f"{self.last_call} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
+        if reason != "environment" or self.no_service:
+            return text
+        return f"{self.last_call} raised {text}"
 
     def record(self) -> list[dict[str, Any]]:
-        """All that the environment returned, as plain data: an entry for the reset and one for each turn."""
-        entries: list[dict[str, Any]] = [] if self.first is None else [{"observation": _plain(self.first)}]
+        """All that the environment returned: an entry for the reset and one for each turn."""
+        entries: list[dict[str, Any]] = [] if self.first is None else [{"observation": self.first}]
         for turn in self.turns:
             entries.append(
                 {
-                    "observation": _plain(turn.observation),
+                    "observation": turn.observation,
                     "reward": turn.reward,
                     "terminated": turn.terminated,
                     "truncated": turn.truncated,
@@ -103,170 +121,31 @@ class Played:
             )
         return entries if self.error is None else [*entries, {"error": type(self.error).__name__}]
 
-    def episode(self) -> Episode:
-        """The episode as an agent would have written it down, with the bytes of the texts for tokens."""
-        transcript = Transcript(None)
-        transcript.begin([0])
-        transcript.messages = list(messages_of(self.first or Observation()))
-        for turn in self.turns:
-            ids = int_array(turn.action.token_ids)
-            transcript.record(Generation(ids, float_array([0.0] * len(ids)), turn.action.stop_reason, ()), 1.0)
-            transcript.add_reward(turn.reward, turn.info)
-            transcript.messages += [Message.of("assistant", turn.action.text), *messages_of(turn.observation)]
-        outcome = Outcome.completed() if self.ended else Outcome.truncated("turns")
-        episode = transcript.episode(self.task, outcome)
-        episode.id, episode.seed = f"check/{self.task.key}:{self.script}", self.seed
-        return episode
+    def _watch_close(self, env: CheckedEnv) -> None:
+        """Limit the close, and note whether it takes longer: to the runner that makes no difference."""
+        close = env.close
 
+        async def watched() -> None:
+            self.close_hangs, deadline = True, Deadline(self.close_limit)
+            try:
+                async with deadline:
+                    await close()
+            finally:
+                self.close_hangs = deadline.expired()
 
-def messages_of(observation: Observation) -> tuple[Message, ...]:
-    """An observation as messages."""
-    return (Message.of("user", observation.text),) if observation.text is not None else observation.messages
+        env.close = watched  # type: ignore[method-assign]
 
 
 def text_of(observation: Observation) -> str:
     """Everything the policy reads of an observation, tools included."""
     tools = [f"{tool.name} {tool.description} {tool.parameters}" for tool in observation.tools]
-    return "\n".join([*tools, *(message.text for message in messages_of(observation))])
-
-
-def action_of(turn: str | Message) -> Action:
-    """A turn of the assistant as an action; its bytes stand for tokens."""
-    message = turn if isinstance(turn, Message) else Message.of("assistant", turn)
-    return Action(message.text, tuple(message.text.encode("utf-8", "replace")), message.tool_calls)
+    return "\n".join([*tools, *(message.text for message in observed_messages(observation))])
 
 
 def call_limit(spec: EnvSpec) -> float:
     """Seconds a reset or a step may take here. One that waits for a model may take as long as in a run."""
-    own = spec.config.call_timeout
-    return own if any(part.services for part in (spec, *spec.parts())) else min(CALL_SECONDS, own)
-
-
-class Player:
-    """One episode in the making, call by call, so that several can be interleaved. An error ends it."""
-
-    def __init__(self, spec: EnvSpec, task: Task, seed: int, script: Script, name: str) -> None:
-        self.played = Played(task, seed, name)
-        self._script = script
-        self._limit = call_limit(spec)
-        self._make = spec.of(task).make
-        self._env: CheckedEnv | None = None
-
-    async def begin(self, env: CheckedEnv | None = None) -> bool:
-        """Reset a new instance, or `env`. Returns whether there is a turn to play."""
-        played = self.played
-        played.failed_in, start = "reset", time.monotonic()
-        try:
-            self._env = self._make() if env is None else env
-            self._watch_flags(self._env)
-            await self._env.acquire()  # waiting for a place is not the call's own time
-            options = {"task": played.task}
-            played.first, played.info = await self._call(self._env.reset(seed=played.seed, options=options))
-        except BaseException as error:
-            played.error = _of_environment(error)
-        played.reset_seconds = time.monotonic() - start
-        return played.error is None
-
-    async def turn(self) -> bool:
-        """Play a turn. Returns whether there is another."""
-        assert self._env is not None
-        played = self.played
-        observation = played.turns[-1].observation if played.turns else played.first
-        assert observation is not None
-        action = self._script(len(played.turns), observation)
-        if action is None:
-            return False
-        played.failed_in, start = "step", time.monotonic()
-        try:
-            observation, reward, terminated, truncated, info = await self._call(self._env.step(action))
-        except BaseException as error:
-            played.error = _of_environment(error)
-            return False
-        seconds = time.monotonic() - start
-        played.turns.append(Turn(action, observation, reward, terminated, truncated, info, seconds))
-        return not played.ended
-
-    async def end(self) -> Played:
-        """Close the instance."""
-        if self._env is not None:
-            self.played.failed_in = self.played.failed_in if self.played.error else "close"
-            self._limit = min(CLOSE_SECONDS, self._limit)
-            try:
-                await self._call(self._env.close())
-            except BaseException as error:
-                self.played.close_error = _of_environment(error)
-        return self.played
-
-    async def rest(self, goes_on: bool) -> Played:
-        """Play the turns there are, if it `goes_on`, and close the instance. Others may play in between."""
-        while goes_on:
-            await asyncio.sleep(0)  # methods that never wait would else be played one episode after the other
-            goes_on = await self.turn()
-        return await self.end()
-
-    async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a call within the limit."""
-        method = self.played.failed_in
-        deadline = Deadline(self._limit)
-
-        async def limited() -> Any:
-            async with deadline:
-                return await work
-
-        try:
-            return await cancellation.run_to_end(limited())
-        except cancellation.StillRunning:
-            grace = cancellation.GRACE_SECONDS
-            raise CallTimeout(
-                f"{method} goes on {grace:g} s after it was cancelled, which was after {self._limit:g} s"
-            ) from None
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise CallTimeout(f"{method} took longer than {self._limit:g} s") from None
-
-    def _watch_flags(self, checked: CheckedEnv) -> None:
-        """Note flags that are no truth values: behind `CheckedEnv` they are already made into some."""
-        if checked.env is checked:  # a remote one: its server has looked
-            return
-        step, played = checked.env.step, self.played
-
-        def noted(result: Any) -> Any:
-            if isinstance(result, tuple) and len(result) == 5:
-                for name, flag in (("terminated", result[2]), ("truncated", result[3])):
-                    if type(flag).__name__ not in ("bool", "bool_"):
-                        played.odd_flag = f"step returned {shown(flag)} as {name}"
-            return result
-
-        async def awaited(result: Coroutine[Any, Any, Any]) -> Any:
-            return noted(await result)
-
-        def watched(action: Action) -> Any:
-            result: Any = step(action)
-            return awaited(result) if inspect.iscoroutine(result) else noted(result)
-
-        watched.__name__ = "step"
-        checked.env.step = watched  # type: ignore[method-assign]
-
-
-def _of_environment(error: BaseException) -> BaseException:
-    """`error`, where it is one of an episode. Raises what ends this process, or the check."""
-    if isinstance(error, SystemExit | KeyboardInterrupt) or cancellation.is_shutdown(error):
-        raise error
-    return error
-
-
-async def judged(spec: EnvSpec, task: Task, episodes: Sequence[Episode]) -> list[Episode]:
-    """Let the environment judge the episodes of a task together, where it does. Returns those it could judge."""
-    verdicts = await spec.of(task).score_group(task, episodes)
-    if verdicts is None:
-        return list(episodes)
-    kept = []
-    for episode, verdict in zip(episodes, map(as_judgement, verdicts), strict=True):
-        if not isinstance(verdict, Exception):
-            apply_judgement(episode, verdict)
-            kept.append(episode)
-    return kept
+    limit = spec.config.call_timeout
+    return limit if any(part.services for part in (spec, *spec.parts())) else min(CALL_SECONDS, limit)
 
 
 # -- comparison -------------------------------------------------------------------------------------------
@@ -292,21 +171,8 @@ def _side_by_side(one: str, other: str) -> str:
     return f"{one[start : start + 60]!r} or {other[start : start + 60]!r}"
 
 
-def _plain(observation: Observation) -> dict[str, Any]:
-    """An observation as data that can be compared and pickled."""
-    return {
-        "messages": [message.as_dict() for message in observation.messages],
-        "text": observation.text,
-        "sampling": dict(observation.sampling or {}),
-        "tools": [tool.as_dict() for tool in observation.tools],
-    }
-
-
 def _text(value: Any) -> str:
-    if isinstance(value, dict) and "messages" in value:
-        messages = "\n".join(message["content"] for message in value["messages"])
-        return "\n".join(filter(None, [messages, value["text"], str(value["tools"] or "")]))
-    return str(value)
+    return text_of(value) if isinstance(value, Observation) else str(value)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from envgym.hashing import task_hash
+from envgym.rollout.scripted import Script
 from envgym.types import Task
 
-from .play import Played, Player, Script, difference
+from .play import Played, difference
 from .report import Finding, Verdict, failed, listed, not_applicable, ok, warning
 from .scripts import monkey
 from .subject import Clock, Subject
@@ -212,7 +213,8 @@ async def _together(subject: Subject) -> Finding:
     games = [(task, number, monkey(number)) for number, task in enumerate(tasks)]
     games += [(tasks[0], 0, monkey("another"))] * (most - len(games))  # members of a group share a task and a seed
     alone = [await subject.play(*game) for game in games]
-    in_turns = await _in_turns([subject.player(*game) for game in games])
+    lock = asyncio.Lock()  # first come, first served: each call comes between two of another episode's, alone
+    in_turns = await asyncio.gather(*(subject.play(*game, around=lambda: lock) for game in games))
     at_once = await asyncio.gather(*(subject.play(*game) for game in games))
     for together in (in_turns, at_once):
         for one, other in zip(alone, together, strict=True):
@@ -222,17 +224,6 @@ async def _together(subject: Subject) -> Finding:
                     "keep what belongs to an episode on self: class attributes, globals and the spec are shared",
                 )
     return ok(f"{len(games)} episodes at once were what each was alone")
-
-
-async def _in_turns(players: list[Player]) -> list[Played]:
-    """All are reset before any takes a turn, and each takes its turn between two of another's."""
-    goes_on = [await player.begin() for player in players]
-    order = range(len(players))
-    while any(goes_on):
-        for index in order:
-            goes_on[index] = goes_on[index] and await players[index].turn()
-        order = order[::-1]
-    return [await player.end() for player in players]
 
 
 def _surroundings(variables: dict[str, str], subject: Subject) -> Finding:

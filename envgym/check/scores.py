@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envgym.errors import EnvgymError
-from envgym.types import Episode, Status, Task
+from envgym.rollout.runner import compare
+from envgym.rollout.scripted import Script
+from envgym.types import Episode, Group, Limit, Task
 
-from .play import Played, Script, judged
+from .play import EPISODE_SECONDS, Played
 from .report import Finding, Verdict, failed, not_applicable, ok, warning
 from .scripts import demonstrated, empty, injection, monkey, parrot, random_text, random_tokens, with_noise
 from .subject import Subject
@@ -30,6 +30,8 @@ TRIVIAL = ("an empty answer", "random words", "random tokens", "the prompt repea
 INJECTION = "talk to the grader"
 GUESSES = 4
 """Ways of guessing that are tried beside the demonstrations for an answer that earns."""
+MISTAKES = ("environment", "invalid_environment")
+"""Kinds of failure that are the environment's own."""
 CHECKS = ("reward range", "trivial answers", "injection", "rambling", "demonstrations")
 
 
@@ -40,7 +42,9 @@ class Earned:
     probes: dict[str, list[Episode]] = field(default_factory=lambda: {name: [] for name in (*TRIVIAL, INJECTION)})
     demonstrations: dict[int, list[Episode]] = field(default_factory=dict)
     failure: str = ""
-    """The reason why an episode, or a group's judgement, was left out."""
+    """The reason why an episode was left out."""
+    mistake: str = ""
+    """The mistake in `score_group`, if it has one."""
 
     @property
     def all(self) -> list[Episode]:
@@ -66,6 +70,9 @@ class Earned:
 
 async def check(subject: Subject) -> list[Finding]:
     earned = await _play(subject)
+    if earned.mistake:
+        advice = "whatever the policies say, a group is judged: score_group may not raise"
+        return [failed(earned.mistake, advice), *(not_applicable(f"see {CHECKS[0]}") for _ in CHECKS[1:])]
     if not [episode for episode in earned.all if episode.reward is not None or episode.score is not None]:
         return [_unrewarded(subject, earned), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
     noise = earned.means()
@@ -87,27 +94,26 @@ async def _play(subject: Subject) -> Earned:
         ways: dict[str, Script] = {**dict(zip(TRIVIAL, trivial, strict=True)), INJECTION: injection}
         for variant, turns in enumerate(subject.demonstrations(task)):
             ways[f"demonstration {variant}"] = demonstrated(turns)
-        try:
-            played, episodes = await _tried(subject, task, number, ways)
-        except EnvgymError as error:
-            earned.failure = str(error)
-            continue
-        if problems := [episode.problem() for episode in played.values() if episode.error is not None]:
-            earned.failure = problems[0]
-        for way, episode in episodes.items():
-            group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
-            group.append(episode)
+        for way, played in (await _play_together(subject, task, number, ways)).items():
+            if not played.failed:
+                group = earned.probes[way] if way in earned.probes else earned.demonstrations.setdefault(number, [])
+                group.append(played.result)
+                continue
+            earned.failure = played.problem()
+            if played.last_call == "score_group" and played.result.outcome.reason in MISTAKES:
+                earned.mistake = earned.failure
     return earned
 
 
-async def _tried(
-    subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]
-) -> tuple[dict[str, Played], dict[str, Episode]]:
-    """Episodes that the scripts played, by the names of those, and the episodes that came to an end and were judged."""
+async def _play_together(subject: Subject, task: Task, seed: int, scripts: Mapping[str, Script]) -> dict[str, Played]:
+    """The episodes that scripts play, by the names of those, judged together where the environment does so."""
     played = await asyncio.gather(*(subject.play(task, seed, script, name) for name, script in scripts.items()))
-    finished = [episode.episode() for episode in played if episode.error is None]
-    episodes = await judged(subject.spec, task, finished) if finished else []
-    return dict(zip(scripts, played, strict=True)), {episode.id.rpartition(":")[2]: episode for episode in episodes}
+    finished = [episode for episode in played if not episode.failed]
+    for episode in finished:
+        episode.last_call = "score_group"
+    group = Group("check", task, [episode.result for episode in finished])
+    await compare(subject.spec, group, EPISODE_SECONDS)
+    return dict(zip(scripts, played, strict=True))
 
 
 async def _rambling(subject: Subject) -> Finding:
@@ -118,17 +124,16 @@ async def _rambling(subject: Subject) -> Finding:
         noise = random_text(number)
         scripts = {f"demonstration {n}": demonstrated(turns) for n, turns in enumerate(subject.demonstrations(task))}
         scripts |= {f"guess {n}": monkey(n) for n in range(GUESSES)}
-        with contextlib.suppress(EnvgymError):
-            played, episodes = await _tried(subject, task, number, {"noise": noise} | scripts)
-            worths = _worths(episodes)
-            best = max(worths, key=lambda way: worths[way])
-            if "noise" not in worths or worths[best] <= worths["noise"]:
-                continue
-            actions = [turn.action for turn in played[best].turns]
-            places = {name: with_noise(actions, noise, before=name == "before") for name in ("after", "before")}
-            noisy = _worths((await _tried(subject, task, number, places))[1])
-            if len(noisy) == len(places):
-                rows.append((worths["noise"], worths[best], noisy["after"], noisy["before"]))
+        played = await _play_together(subject, task, number, {"noise": noise} | scripts)
+        worths = _worths(played)
+        best = max(worths, key=lambda way: worths[way], default="noise")
+        if "noise" not in worths or worths[best] <= worths["noise"]:
+            continue
+        actions = [turn.action for turn in played[best].turns]
+        places = {name: with_noise(actions, noise, before=name == "before") for name in ("after", "before")}
+        noisy = _worths(await _play_together(subject, task, number, places))
+        if len(noisy) == len(places):
+            rows.append((worths["noise"], worths[best], noisy["after"], noisy["before"]))
     if not rows:
         return not_applicable("nothing that was tried earned more than noise")
     noise_alone, answer, after, before = (statistics.fmean(column) for column in zip(*rows, strict=True))
@@ -139,9 +144,10 @@ async def _rambling(subject: Subject) -> Finding:
     return ok(found)
 
 
-def _worths(episodes: Mapping[str, Episode]) -> dict[str, float]:
+def _worths(played: Mapping[str, Played]) -> dict[str, float]:
     """The reward, or else the score, of each episode that has one."""
-    worths = {way: one.score if one.reward is None else one.reward for way, one in episodes.items()}
+    results = {way: episode.result for way, episode in played.items()}
+    worths = {way: result.score if result.reward is None else result.reward for way, result in results.items()}
     return {way: worth for way, worth in worths.items() if worth is not None}
 
 
@@ -154,7 +160,7 @@ def _unrewarded(subject: Subject, earned: Earned) -> Finding:
     if not earned.all or not any(part.gives_rewards for part in subject.spec.parts()):
         return not_applicable(earned.failure or "no rewards are given")
     found = f"no reward in any of {len(earned.all)} episodes"
-    if any(episode.outcome.status is Status.COMPLETED for episode in earned.all):
+    if any(episode.outcome.reason != Limit.TURNS for episode in earned.all):
         return failed(found, "nothing can be learned without: return a number as the reward, 0.0 for a wrong answer")
     return failed(f"{found}, of which none came to an end", "see that the last step gives one: envgym envs try")
 

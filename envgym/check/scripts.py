@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envgym.types import Action, Message, Observation, ToolCall, ToolSpec
+from envgym.rollout.scripted import Script, action_of, in_order
+from envgym.types import Action, Message, Observation, ToolCall, ToolSpec, observed_messages
 
-from .play import Script, action_of, messages_of, text_of
+from .play import text_of
 
 WORDS = (
     "a and at by from go he house in it light no not of on one river say seven she so stone the then tree two we yes"
@@ -27,11 +28,11 @@ MAX_TURNS = 30
 
 def answering(answer: Callable[[Observation], str]) -> Script:
     """Answers each observation."""
-    return lambda turn, observation: action_of(answer(observation)) if turn < MAX_TURNS else None
+    return lambda turn, observation: saying(answer(observation)) if turn < MAX_TURNS else None
 
 
 empty = answering(lambda observation: "")
-parrot = answering(lambda observation: "\n".join(message.text for message in messages_of(observation)))
+parrot = answering(lambda observation: "\n".join(message.text for message in observed_messages(observation)))
 injection = answering(lambda observation: INJECTION)
 
 
@@ -66,14 +67,14 @@ def monkey(seed: object) -> Script:
         if tools and rng.random() < 0.6:
             return calling([call_of(rng.choice(tools), rng, words)])
         word = rng.choice((rng.choice(words), str(rng.randrange(10)), f"[{rng.randrange(10)}]"))
-        return action_of(" ".join([word, *rng.choices(words, k=rng.choice((0, 0, 3)))]))
+        return saying(" ".join([word, *rng.choices(words, k=rng.choice((0, 0, 3)))]))
 
     return script
 
 
 def demonstrated(turns: Sequence[str | Message]) -> Script:
     """The turns of a demonstration."""
-    return lambda turn, observation: action_of(turns[turn]) if turn < len(turns) else None
+    return in_order([saying(turn) for turn in turns])
 
 
 def with_noise(actions: Sequence[Action], noise: Script, *, before: bool) -> Script:
@@ -90,9 +91,10 @@ def with_noise(actions: Sequence[Action], noise: Script, *, before: bool) -> Scr
     return script
 
 
-def once(action: Action) -> Script:
-    """One turn, and no more."""
-    return lambda turn, observation: None if turn else action
+def saying(turn: str | Message) -> Action:
+    """A turn of the assistant as an action; its bytes stand for tokens."""
+    text = turn.text if isinstance(turn, Message) else turn
+    return action_of(turn, text.encode("utf-8", "replace"))
 
 
 def calling(calls: Sequence[ToolCall]) -> Action:

@@ -7,14 +7,16 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from envgym.env import CheckedEnv, EnvSpec
+from envgym.env import EnvSpec
 from envgym.errors import ConfigError
 from envgym.hashing import task_hash
+from envgym.rollout.scripted import Script
 from envgym.types import Message, Task
 
-from .play import Played, Player, Script
+from .play import Around, Played
 from .report import Verdict
 from .scripts import demonstrated, monkey
 
@@ -116,12 +118,8 @@ class Subject:
             named["demonstration"] = demonstrated(variants[0])
         return named
 
-    def player(self, task: Task, seed: int, script: Script, name: str = "") -> Player:
-        return Player(self.spec, task, seed, script, name)
-
-    async def play(
-        self, task: Task, seed: int, script: Script, name: str = "", env: CheckedEnv | None = None
-    ) -> Played:
-        """Play one episode with a new instance, or with `env`, and close it."""
-        player = self.player(task, seed, script, name)
-        return await player.rest(await player.begin(env))
+    async def play(self, task: Task, seed: int, script: Script, name: str = "", around: Around = nullcontext) -> Played:
+        """Play one episode. `around` is entered for each call."""
+        played = Played(self.spec, task, seed, script, name, around)
+        await played.play_out()
+        return played

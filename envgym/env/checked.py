@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from envgym.errors import CallTimeout, InvalidStep, ResetNeeded
-from envgym.processes.deadline import Deadline
+from envgym.errors import InvalidStep, ResetNeeded
+from envgym.processes.deadline import call_in_time
 from envgym.processes.threads import OwnThread
 from envgym.types import Action, Observation, Span, Task, as_observation, timed
 
@@ -38,6 +38,8 @@ class CheckedEnv(Env):
 
     owns_spec = False
     """True if nobody else uses the spec, which is then closed with the instance."""
+    odd_flag = ""
+    """A value of `terminated` or `truncated` that is no truth value, as part of a sentence."""
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self.env = env
@@ -92,11 +94,18 @@ class CheckedEnv(Env):
             reward = checked_numbers(reward, info)
         except ValueError as error:
             raise InvalidStep(f"{self.spec.id}: {error}") from None
-        if inspect.iscoroutine(terminated) or inspect.iscoroutine(truncated):  # each is true
-            flags = shown((terminated, truncated))
-            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {flags}")
+        if type(terminated) is not bool or type(truncated) is not bool:
+            self._note_flags({"terminated": terminated, "truncated": truncated})
         self._playing = not (terminated or truncated)
         return self._observation(observation), reward, bool(terminated), bool(truncated), info
+
+    def _note_flags(self, flags: Mapping[str, Any]) -> None:
+        if any(inspect.iscoroutine(flag) for flag in flags.values()):  # each is true
+            wrong = shown(tuple(flags.values()))
+            raise InvalidStep(f"{self.spec.id}: terminated and truncated are true or false, not {wrong}")
+        for name, flag in flags.items():
+            if type(flag).__name__ not in ("bool", "bool_"):  # and not NumPy's
+                self.odd_flag = f"step returned {shown(flag)} as {name}"
 
     async def close(self) -> None:
         self._playing = False
@@ -139,19 +148,11 @@ class CheckedEnv(Env):
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
-        deadline = Deadline(self.spec.config.call_timeout, f"{self.spec.id}: {method.__name__}")
-        try:
-            async with deadline:
-                if self._thread is not None and method.__name__ in self._blocking:
-                    result = await self._thread.call(method, *args, **kwargs)
-                else:
-                    result = await method(*args, **kwargs)
-            if not deadline.expired():
-                return result
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # the environment's own
-        raise CallTimeout(f"{self.spec.id}: {method.__name__} took longer than {self.spec.config.call_timeout:g} s")
+        if self._thread is not None and method.__name__ in self._blocking:
+            call = self._thread.call(method, *args, **kwargs)
+        else:
+            call = method(*args, **kwargs)
+        return await call_in_time(call, self.spec.config.call_timeout, f"{self.spec.id}: {method.__name__}")
 
     async def _draw_task(self, seed: int | None) -> Task:
         tasks = self.spec.tasks("train")

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.config.schema import RunConfig, StageConfig
-from envgym.env import CheckedEnv, EnvSpec, ListTasks
+from envgym.env import EnvSpec, ListTasks
 from envgym.episodes.files import check_target, content_hash, read_episodes
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.hashing import task_hash
 from envgym.launch.components import make_runner, running
 from envgym.processes import event_loop
-from envgym.render import NoRenderer
-from envgym.rollout.transcript import Transcript
+from envgym.rollout.scripted import Scripted, ScriptedEpisode, in_order
 from envgym.run_folder import RunFolder
 from envgym.services import Policy, start_services
 from envgym.tasks import DataEnvSpec
@@ -119,41 +116,12 @@ async def demonstrated(stage: StageConfig) -> list[Episode]:
     return episodes
 
 
-class Recorded(Agent):
-    """Plays the turns of saved episodes as they were recorded: text, tool calls, token ids, stop reason.
-
-    It renders nothing, and so needs no tokenizer. `recordings` are the episodes by the `id()` of the task object that
-    stands for each.
-    """
-
-    uses_policy = False
-
-    def __init__(self, recordings: Mapping[int, Episode]) -> None:
-        super().__init__(NoRenderer(), AgentConfig())
-        self._recordings = recordings
-
-    async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
-        saved = self._recordings[id(task)]
-        actions = recorded_actions(saved)
-        transcript = Transcript(None)
-        transcript.rows = [Row([Segment("action", array("i"))])]  # a row to write the turns down in
-        turns = transcript.rows[0].turns
-        await env.reset(seed=saved.seed, options={"task": task})
-        outcome = Outcome.truncated(RECORDING)
-        if saved.outcome.status is Status.TRUNCATED and saved.outcome.reason in LIMITS_OF_THE_POLICY:
-            outcome = saved.outcome
-        for action in actions:
-            _, reward, terminated, truncated, info = await env.step(action)
-            turns.append(Turn(None, action.stop_reason))
-            transcript.add_reward(reward, info)
-            if terminated or truncated:
-                outcome = Outcome.completed() if terminated else Outcome.truncated(Limit.ENVIRONMENT)
-                break
-        episode = transcript.episode(task, outcome)
-        if len(turns) < len(actions):
-            episode.metrics[UNUSED] = float(len(actions) - len(turns))
-        episode.rows, episode.messages = _with_rewards(saved.rows, turns), saved.messages
-        return episode
+def recorded(saved: Episode, task: Task) -> ScriptedEpisode:
+    """A saved episode as it is played on `task`: its turns as they were recorded, with text, tool calls, token ids and
+    stop reasons. Raises `InvalidOutcome` where they cannot be told from the record."""
+    out_of_turns = saved.outcome.status is Status.TRUNCATED and saved.outcome.reason in LIMITS_OF_THE_POLICY
+    unfinished = saved.outcome if out_of_turns else Outcome.truncated(RECORDING)
+    return ScriptedEpisode(task, saved.seed, in_order(recorded_actions(saved)), unfinished)
 
 
 def recorded_actions(saved: Episode) -> list[Action]:
@@ -198,7 +166,7 @@ async def _score(
     stage = config.stages[-1]
     stage.rollout.refills = 0  # another episode would be the same one
     spec = stage.make_spec()
-    # A task object of its own for each episode, by which the agent knows the recording.
+    # A task object of its own for each episode, by which the recording is found.
     tasks = {index: replace(episode.task) for index, episode in enumerate(saved) if not episode.failed}
     _refuse_policies(spec)
     _give(spec, list(tasks.values()))
@@ -213,7 +181,8 @@ async def _score(
         if services.names:
             display.phase(f"starting {', '.join(services.names)}")
             await services.start()
-        agent = Recorded({id(task): saved[index] for index, task in tasks.items()})
+        recordings = {id(task): saved[index] for index, task in tasks.items()}
+        agent = Scripted(lambda task: recorded(recordings[id(task)], task))
         runner = make_runner(config, stage, spec, agent, None, None)
         part = Part(name=PURPOSE, env=SuiteEnv(env=stage.env, data=stage.data), config=config)
         display.phase("scoring")
@@ -225,11 +194,14 @@ async def _score(
                 setattr(episode, name, getattr(old, name))
             if "model" in old.fingerprints:
                 episode.fingerprints["model"] = old.fingerprints["model"]
-            if episode.failed:
-                episode.rows, episode.messages = _with_rewards(old.rows, ()), old.messages
+            turns = [turn for row in episode.rows for turn in row.turns]
+            n_unused = sum(len(row.turns) for row in old.rows) - len(turns)
+            if n_unused and not episode.failed:
+                episode.metrics[UNUSED] = float(n_unused)
+            episode.rows, episode.messages = _with_rewards(old.rows, turns), old.messages
             judged[index] = episode
         judged_groups = saved_groups(judged)
-        await asyncio.gather(*(runner.compare(group) for group in judged_groups))
+        await runner.compare(judged_groups)
         runner.withdraw_scores(judged_groups)
     for index in tasks:
         judged[index].metrics |= _before(saved[index])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import TypeVar
+
+from envgym.errors import CallTimeout
 
 from . import cancellation
+
+T = TypeVar("T")
 
 
 class Deadline:
@@ -88,6 +93,20 @@ class Deadline:
         """True while it is entered and not over: a request that several wait for may outlive the episode that made
         it."""
         return self._token is not None and self._timeout.when() is None and asyncio.get_running_loop() is self._loop
+
+
+async def call_in_time(call: Awaitable[T], seconds: float, name: str) -> T:
+    """The result of a call. Raises `CallTimeout` where it takes longer, also where it made an answer of its end."""
+    deadline = Deadline(seconds, name)
+    try:
+        async with deadline:
+            result = await call
+        if not deadline.expired():
+            return result
+    except TimeoutError:
+        if not deadline.expired():
+            raise  # the call's own
+    raise CallTimeout(f"{name} took longer than {seconds:g} s")
 
 
 def _report(overrun: asyncio.Future[bool]) -> None:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine, SamplingParams
@@ -33,6 +33,7 @@ from envgym.types import Episode, Group, Judgement, Outcome, Span, Task, timed
 from .config import RolloutConfig
 from .sampler import EpisodeSampler, Waves
 
+T = TypeVar("T")
 Progress = Callable[[int, int, Mapping[str, int]], None]
 """Called at the end of each episode: with the number that have ended, the number of all, and of failures by kind."""
 
@@ -122,7 +123,7 @@ class Runner:
         played = list(groups.values())
         for group in played:
             group.episodes.sort(key=lambda episode: episode.member)
-        judged = await asyncio.gather(*(self.compare(group) for group in played)) if self.agent.uses_policy else []
+        judged = await self.compare(played) if self.agent.uses_policy else []
         changed = {id(episode): episode for episode in itertools.chain(*judged, self.withdraw_scores(played))}
         if on_episode is not None:
             for episode in changed.values():
@@ -172,6 +173,11 @@ class Runner:
                     job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
+    async def compare(self, groups: Iterable[Group]) -> list[list[Episode]]:
+        """Let environments judge groups that they judge together. Returns the episodes that they said something of."""
+        seconds = self.config.episode_timeout
+        return await asyncio.gather(*(compare(self.spec, group, seconds) for group in groups))
+
     def withdraw_scores(self, groups: Iterable[Group]) -> list[Episode]:
         """Take back the scores of environments whose rewards are none; returns the episodes that lost theirs."""
         return withdraw((episode for group in groups for episode in group.episodes), self.unscored)
@@ -196,146 +202,35 @@ class Runner:
     async def _play_once(
         self, group: Group, member: int, attempt: int, plan: SamplingPlan, waves: Waves | None
     ) -> Episode:
-        task = group.task
+        task, spec = group.task, self.spec.of(group.task)
         if self._task_hash[0] is not task:  # the members of a group start one after the other
             self._task_hash = (task, task_hash(task))
-        hashed = self._task_hash[1]
-        spec = self.spec.of(task)
-        env_seed = derived_seed(self.seed, task.key)
+        fingerprint = self._task_hash[1]
         # The group is part of the name: a small task set comes round again within one step.
         episode_id = f"{group.id}:{member:03d}:{attempt}"
+        seed = derived_seed(self.seed, task.key)
         sampler = None
         if self.engine is not None:
-            sampler = EpisodeSampler(
-                waves or self.engine,
-                episode_id,
-                plan.sampling,
-                self.max_model_len,
-                derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None,
-            )
+            sampling_seed = derived_seed(self.seed, group.id, task.key, member, attempt) if self.deterministic else None
+            sampler = EpisodeSampler(waves or self.engine, episode_id, plan.sampling, self.max_model_len, sampling_seed)
         WAVES.set(waves)  # for opponents; each episode has a task, and so a context, of its own
-        waiting: list[Span] = []
-        start = time.monotonic()
-        env: CheckedEnv | None = None
-        is_left = False
-        episode: Episode | None = None
-        try:
-            with UsersCode(WorkerDied, StillRunning) as call:  # the engine is gone: no episode can go on
-                env = spec.make()
-                with timed(waiting, "waiting"):
-                    await env.acquire()  # waiting for a place is not the episode's own time
-                start = time.monotonic()
-                # A replay picks among demonstrations by this seed, so members and purposes must differ in it.
-                seed = env_seed if self.agent.uses_policy else derived_seed(env_seed, episode_id)
-                if self.agent.uses_policy:
-                    playing = self.agent.run(env, task, sampler, seed=seed)
-                else:
-                    playing = self.agent.replay(env, task, seed=seed, member=member)
-                episode = await run_to_end(self._limited(playing, task))
-            if episode is None:
-                episode = Episode(id="", task=task, outcome=self._failure(call.error, timed_out=False))
-        except StillRunning:
-            is_left = True
-            episode = Episode(id="", task=task, outcome=_left_to_itself(spec))
-        finally:
-            if is_left and sampler is not None:
-                sampler.end()
-            if env is not None:
-                await self._close(env, is_left)
-        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
-        episode.member, episode.attempt = member, attempt
-        episode.seed, episode.seconds = env_seed, time.monotonic() - start
-        episode.fingerprints = {**self._fingerprint(spec), "task": hashed}
-        episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
-        return episode
 
-    async def _limited(self, playing: Coroutine[Any, Any, Episode], task: Task) -> Episode:
-        """The result of `playing` under the episode's deadline: an environment may raise anything at all."""
-        deadline = Deadline(self.config.episode_timeout, f"{task.env or self.spec.id}: an episode")
-        with UsersCode(WorkerDied) as call:
-            async with deadline:
-                episode = await playing
-            if deadline.expired():  # it was cancelled, and made an answer of that
-                raise TimeoutError
-            return episode
-        return Episode(id="", task=task, outcome=self._failure(call.error, timed_out=deadline.expired()))
+        def play(env: CheckedEnv) -> Coroutine[Any, Any, Episode]:
+            if self.agent.uses_policy:
+                return self.agent.run(env, task, sampler, seed=seed)
+            # A replay picks among demonstrations by its seed, so members and purposes must differ in it.
+            return self.agent.replay(env, task, seed=derived_seed(seed, episode_id), member=member)
+
+        episode = await play_episode(self.spec, task, play, self.config.episode_timeout, sampler)
+        episode.id, episode.env, episode.group = episode_id, task.env or spec.id, group.id
+        episode.member, episode.attempt, episode.seed = member, attempt, seed
+        episode.fingerprints = {**self._fingerprint(spec), "task": fingerprint}
+        return episode
 
     def _fingerprint(self, spec: EnvSpec) -> dict[str, str]:
         if id(spec) not in self._fingerprints:
             self._fingerprints[id(spec)] = spec.fingerprint()
         return self._fingerprints[id(spec)]
-
-    def _failure(self, error: BaseException, *, timed_out: bool) -> Outcome:
-        message = str(error) or type(error).__name__
-        if timed_out:
-            limit = self.config.episode_timeout
-            return Outcome.failed("timeout", f"the episode took longer than {limit:g} s", retryable=True)
-        if isinstance(error, InvalidOutcome):
-            return Outcome.failed(error.kind, message, retryable=error.retryable)
-        for expected, kind in FAILURES.items():
-            if isinstance(error, expected):
-                return Outcome.failed(kind, message, retryable=expected is CallTimeout)
-        where = f" ({own})" if (own := users_line(error)) else ""
-        message = f"{type(error).__name__}: {message}{where}"
-        return Outcome.failed("environment", message, retryable=bool(getattr(error, "retryable", False)))
-
-    async def _close(self, env: CheckedEnv, is_left: bool) -> None:
-        """Close it, whatever that raises: the episode is over and its outcome known."""
-
-        async def close() -> None:
-            # One that is still at work may well not close either.
-            async with Deadline(cancellation.GRACE_SECONDS) if is_left else contextlib.nullcontext():
-                await env.close()
-
-        try:
-            if env.has_close:
-                with UsersCode():
-                    await run_to_end(close())
-        finally:
-            env.leave()
-
-    async def compare(self, group: Group) -> list[Episode]:
-        """Let the environment score the finished members of a group against each other, where it does. Returns those
-        that it said something of, which may be that they failed."""
-        finished = [episode for episode in group.episodes if not episode.failed]
-        if not finished:
-            return []
-        spec = self.spec.of(group.task)
-        judging: list[Span] = []
-        try:
-            with timed(judging, "score"):
-                verdicts = await run_to_end(self._verdicts(spec, group, finished))
-        except StillRunning:
-            verdicts = _left_to_itself(spec)
-        if verdicts is None:
-            return []
-        if isinstance(verdicts, Outcome):
-            verdicts = [verdicts] * len(finished)
-        for episode, verdict in zip(finished, verdicts, strict=True):
-            episode.spans = [*episode.spans, *judging]
-            if isinstance(verdict, Judgement):
-                apply_judgement(episode, verdict)
-            else:
-                outcome = verdict if isinstance(verdict, Outcome) else self._failure(verdict, timed_out=False)
-                _fail(episode, outcome)
-        return finished
-
-    async def _verdicts(
-        self, spec: EnvSpec, group: Group, finished: Sequence[Episode]
-    ) -> Sequence[Judgement | Exception | Outcome] | Outcome | None:
-        """The environment's verdict on each of the finished members, one outcome where judging them failed, or None
-        where it judges no groups."""
-        deadline = Deadline(self.config.episode_timeout, f"{spec.id}: score_group")
-        with UsersCode(WorkerDied) as call:  # a model that judges is gone
-            async with deadline:
-                judged = await spec.score_group(group.task, finished)
-            if judged is None:
-                return None
-            verdicts = [as_judgement(verdict) for verdict in judged]
-            if len(verdicts) != len(finished):
-                raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
-            return verdicts
-        return self._failure(call.error, timed_out=deadline.expired())
 
 
 class _Tally:
@@ -358,14 +253,129 @@ class _Tally:
             self._on_progress(self._done, self.total, self._failures)
 
 
-def _fail(episode: Episode, outcome: Outcome) -> None:
-    episode.outcome, episode.reward, episode.score, episode.score_is_reward = outcome, None, None, False
+async def play_episode(
+    spec: EnvSpec,
+    task: Task,
+    play: Callable[[CheckedEnv], Coroutine[Any, Any, Episode]],
+    timeout: float,
+    sampler: EpisodeSampler | None = None,
+) -> Episode:
+    """The episode that `play` makes of a new instance within `timeout` seconds. The instance is closed.
+
+    Whatever goes wrong is its outcome. It has no id yet, and was not judged with others. Raises `WorkerDied`: the
+    engine is gone, and no episode can go on.
+    """
+    spec, name = spec.of(task), task.env or spec.id
+    env: CheckedEnv | None = None
+    result: Episode | Outcome | None = None
+    waiting: list[Span] = []
+    start = time.monotonic()
+    with UsersCode(WorkerDied) as call:
+        env = spec.make()
+        async with _Closing(env, sampler):
+            with timed(waiting, "waiting"):
+                await env.acquire()
+            start = time.monotonic()  # waiting for a place is not the episode's own time
+            result = await run_to_end(_in_time(spec, play(env), timeout, f"{name}: an episode"))
+    if result is None:
+        result = _failure(spec, call.error)
+    episode = Episode(id="", task=task, outcome=result) if isinstance(result, Outcome) else result
+    episode.seconds = time.monotonic() - start
+    episode.spans = [*waiting, *(env.spans if env else ()), *(sampler.spans if sampler else ())]
+    return episode
 
 
-def _left_to_itself(spec: EnvSpec) -> Outcome:
-    """That of an episode whose environment cannot be stopped. Not tried again: the next would stay as well."""
-    message = f"{spec.id} goes on {cancellation.GRACE_SECONDS:g} s after it was cancelled, and is left to itself"
-    return Outcome.failed("does_not_end", message)
+class _Closing:
+    """Closes an instance at the end of its `async with`, whatever that raises: the outcome is known by then. What goes
+    on after its end samples no more."""
+
+    def __init__(self, env: CheckedEnv, sampler: EpisodeSampler | None) -> None:
+        self._env = env
+        self._sampler = sampler
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        goes_on = isinstance(error, StillRunning)
+        if goes_on and self._sampler is not None:
+            self._sampler.end()
+        try:
+            if self._env.has_close:
+                with UsersCode():
+                    await run_to_end(self._close(goes_on))
+        finally:
+            self._env.leave()
+
+    async def _close(self, goes_on: bool) -> None:
+        # One that is still at work may well not close either.
+        async with Deadline(cancellation.GRACE_SECONDS) if goes_on else contextlib.nullcontext():
+            await self._env.close()
+
+
+async def compare(spec: EnvSpec, group: Group, timeout: float) -> list[Episode]:
+    """Let the environment score the finished members of a group against each other, where it does, within `timeout`
+    seconds. Returns those that it said something of, which may be that they failed."""
+    finished = [episode for episode in group.episodes if not episode.failed]
+    if not finished:
+        return []
+    spec = spec.of(group.task)
+    judging: list[Span] = []
+    try:
+        with timed(judging, "score"):
+            judged = _verdicts(spec, group.task, finished)
+            verdicts = await run_to_end(_in_time(spec, judged, timeout, f"{spec.id}: score_group"))
+    except StillRunning as error:
+        verdicts = _failure(spec, error)
+    if verdicts is None:
+        return []
+    of_each = [verdicts] * len(finished) if isinstance(verdicts, Outcome) else verdicts
+    for episode, verdict in zip(finished, of_each, strict=True):
+        episode.spans = [*episode.spans, *judging]
+        if isinstance(verdict, Judgement):
+            apply_judgement(episode, verdict)
+        else:
+            episode.outcome = verdict if isinstance(verdict, Outcome) else _failure(spec, verdict)
+            episode.reward, episode.score, episode.score_is_reward = None, None, False
+    return finished
+
+
+async def _verdicts(spec: EnvSpec, task: Task, finished: list[Episode]) -> list[Judgement | Exception] | None:
+    """The environment's verdict on each of the finished members, or None where it judges no groups."""
+    judged = await spec.score_group(task, finished)
+    if judged is not None and len(judged) != len(finished):
+        raise InvalidStep(f"{spec.id}: score_group must say one thing for each of {len(finished)} episodes")
+    return None if judged is None else [as_judgement(verdict) for verdict in judged]
+
+
+async def _in_time(spec: EnvSpec, work: Coroutine[Any, Any, T], seconds: float, name: str) -> T | Outcome:
+    """The result of users' code, which may raise anything at all, or the failure that it is."""
+    deadline = Deadline(seconds, name)
+    with UsersCode(WorkerDied) as call:  # the engine, or a model that judges, is gone
+        async with deadline:
+            result = await work
+        if deadline.expired():  # it was cancelled, and made an answer of that
+            raise TimeoutError
+        return result
+    if deadline.expired():
+        return Outcome.failed("timeout", f"the episode took longer than {seconds:g} s", retryable=True)
+    return _failure(spec, call.error)
+
+
+def _failure(spec: EnvSpec, error: BaseException) -> Outcome:
+    """The outcome of an episode that ended in `error`."""
+    message = str(error) or type(error).__name__
+    if isinstance(error, StillRunning):  # not tried again: the next would go on as well
+        grace = cancellation.GRACE_SECONDS
+        message = f"{spec.id} goes on {grace:g} s after it was cancelled, and is left to itself"
+        return Outcome.failed("does_not_end", message)
+    if isinstance(error, InvalidOutcome):
+        return Outcome.failed(error.kind, message, retryable=error.retryable)
+    for expected, kind in FAILURES.items():
+        if isinstance(error, expected):
+            return Outcome.failed(kind, message, retryable=expected is CallTimeout)
+    where = f" ({line})" if (line := users_line(error)) else ""
+    message = f"{type(error).__name__}: {message}{where}"
+    return Outcome.failed("environment", message, retryable=bool(getattr(error, "retryable", False)))
 
 
 def as_judgement(verdict: object) -> Judgement | Exception:

@@ -80,10 +80,10 @@ class Transcript:
         sampled = Segment("action", ids, logprobs=logprobs, versions=generation.versions, temperature=temperature)
         self._append(sampled, Turn(None, generation.stop_reason))
 
-    def demonstrate(self, token_ids: Iterable[int]) -> None:
+    def demonstrate(self, token_ids: Iterable[int], stop_reason: StopReason = StopReason.STOP) -> None:
         """Append a turn that was not sampled but shown."""
         self.rows[-1].objective = Objective.CROSS_ENTROPY
-        self._append(Segment("action", int_array(token_ids)), Turn(None, StopReason.STOP))
+        self._append(Segment("action", int_array(token_ids)), Turn(None, stop_reason))
 
     def _append(self, segment: Segment, *turns: Turn) -> None:
         self.rows[-1].segments.append(segment)

@@ -33,10 +33,12 @@ from .messages import (
     as_messages,
     as_observation,
     int_array,
+    observed_messages,
 )  # fmt: skip
 
 __all__ = [
     "Action", "Episode", "Group", "Judgement", "Limit", "Message", "Objective", "Observation", "Outcome", "Role", "Row",
     "Segment", "Span", "Status", "StopReason", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan",
-    "as_messages", "as_observation", "float_array", "int_array", "timed",
+    "as_messages", "as_observation", "float_array", "int_array", "observed_messages",
+    "timed",
 ]  # fmt: skip

@@ -181,6 +181,11 @@ def as_observation(value: Any) -> Observation:
     raise TypeError(f"an observation is text, messages or an Observation, not {type(value).__name__}")
 
 
+def observed_messages(observation: Observation) -> tuple[Message, ...]:
+    """An observation as messages; raw text is the user's."""
+    return (Message.of("user", observation.text),) if observation.text else observation.messages
+
+
 class StopReason(StrEnum):
     """Reason why the policy's turn ended."""
 

@@ -16,7 +16,8 @@ from envgym.services import Chat, ChatClient, Service
 from envgym.tasks import DataEnvConfig, DataEnvSpec
 from envgym.types import Action, Episode, Judgement, Message, Task, as_messages
 
-from .prompts import Question, ranking_in, ranking_prompt, score_in, scoring_prompt
+from .prompts import Question, ranking_prompt, scoring_prompt
+from .replies import ranking_in, score_in
 
 Found = TypeVar("Found")
 

@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.agents.external.responses_api import Item, MalformedItem, call_of, input_items, messages_of, tool_items
-from envgym.agents.token_level import observed_messages
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, InvalidStep
 from envgym.hashing import derived_seed
-from envgym.types import Action, Observation, StopReason, Task, ToolCall
+from envgym.rollout.scripted import NO_ACTIONS, PlayedTurn, ScriptedEpisode
+from envgym.types import Action, Observation, StopReason, Task, ToolCall, observed_messages
 
 from .protocol import PARAMS
 
@@ -37,48 +37,32 @@ SPLITS = {"train": "train", "test": "validation"}
 # -- episodes ---------------------------------------------------------------------------------------------
 
 
-class ServedEpisode:
-    """An instance in play. Rewards add up, as in an episode of ours; the last score and value of each metric stand.
+class ServedEpisode(ScriptedEpisode):
+    """An episode whose actions come in requests, on an instance of its own.
 
-    An exception of the environment ends the episode without a reward: every later `step`, and `result`, raises it
+    An exception of the environment ends the episode without a reward: every later `answer`, and `result`, raises it
     again. Calls of tools may come side by side: `lock` lets one at a time step.
     """
 
-    def __init__(self, env: CheckedEnv, task: Task) -> None:
-        self.task = task
-        self.terminated = False
-        self.truncated = False
-        self.failure: Exception | None = None
+    def __init__(self, env: CheckedEnv, task: Task, seed: int) -> None:
+        super().__init__(task, seed, NO_ACTIONS)
+        self.env = env
         self.lock = asyncio.Lock()
         self.calls = 0
         self.last_used = time.monotonic()
-        self._env = env
-        self._rewards: list[float] = []
-        self._score: float | None = None
-        self._metrics: dict[str, float] = {}
 
-    async def reset(self, seed: int) -> Observation:
-        observation, _ = await self._env.reset(seed=seed, options={"task": self.task})
-        return observation
-
-    async def step(self, action: Action) -> tuple[Observation, float | None]:
-        """The environment's observation after an action, and its reward."""
-        if self.failure is not None:
-            raise self.failure
+    async def answer(self, action: Action | None) -> PlayedTurn:
+        """The environment's answer to an action. Without one the policy may say no more: the episode is truncated."""
+        if self.error is not None:
+            raise self.error
+        if action is None:
+            self.turns.append(PlayedTurn(Action(""), Observation(), None, False, True, {}))
+            return self.turns[-1]
         try:
-            observation, reward, self.terminated, self.truncated, info = await self._env.step(action)
+            return await self.step(self.env, action)
         except Exception as error:  # an environment may raise anything at all
-            self.failure = error
+            self.error = error
             raise
-        if reward is not None:
-            self._rewards.append(reward)
-        self._metrics |= info.get("metrics") or {}
-        self._score = info.get("score", self._score)
-        return observation, reward
-
-    @property
-    def ended(self) -> bool:
-        return self.terminated or self.truncated
 
     def result(self, row: Mapping[str, Any]) -> Item:
         """Reward, score, metrics and ending, beside `row`'s own fields.
@@ -86,17 +70,19 @@ class ServedEpisode:
         Raises the exception that ended the episode, and `InvalidOutcome` where the environment gave no reward: that is
         not a reward of zero, and NeMo-Gym has no word for it.
         """
-        if self.failure is not None:
-            raise self.failure
-        if not self._rewards:
+        if self.error is not None:
+            raise self.error
+        episode = self.episode()
+        if episode.reward is None:
             raise InvalidOutcome("unjudged", "the environment has given no reward: there is no reward to report")
-        score = {} if self._score is None else {"score": self._score}
-        more = {**self._metrics, **score, "terminated": self.terminated, "truncated": not self.terminated}
-        return {name: value for name, value in more.items() if name not in row} | {"reward": sum(self._rewards)}
+        score = {} if episode.score_is_reward or episode.score is None else {"score": episode.score}
+        ending = {"terminated": self.turns[-1].terminated, "truncated": not self.turns[-1].terminated}
+        more = {**episode.metrics, **score, **ending}
+        return {name: value for name, value in more.items() if name not in row} | {"reward": episode.reward}
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):  # the episode is over: this changes nothing
-            await self._env.close()
+            await self.env.close()
 
 
 def action_of(response: Any) -> Action | None:
@@ -114,7 +100,7 @@ def action_of(response: Any) -> Action | None:
         raise InvalidStep(str(error)) from None
     calls = tuple(_call(item) for item in items if item.get("type") == "function_call")
     sampled = [item.get("generation_token_ids") for item in items]
-    tokens = tuple(token for token_ids in sampled if isinstance(token_ids, list) for token in token_ids)
+    tokens = [token for token_ids in sampled if isinstance(token_ids, list) for token in token_ids]
     cut = bool(response.get("incomplete_details"))
     if not items or (cut and not (text or calls or tokens)):
         return None
@@ -172,9 +158,9 @@ async def pose(spec: EnvSpec, place: Place, row: Mapping[str, Any] | None = None
         task = await spec.tasks(place.split).get(place.index)
     except IndexError:
         raise UnknownRow(f"{place.split} has no task {place.index}: write the rows anew") from None
-    episode = ServedEpisode(spec.of(task).make(), task)
+    episode = ServedEpisode(spec.of(task).make(), task, place.seed)
     try:
-        observation = await episode.reset(place.seed)
+        observation = await episode.reset(episode.env)
         if row is not None:
             written = iter(_messages(row))
             if not all((message.role, message.text) in written for message in observed_messages(observation)):

@@ -17,10 +17,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from envgym.agents.external.responses_api import Item, input_items, output_items, response
-from envgym.agents.token_level import observed_messages
 from envgym.env import EnvSpec
 from envgym.errors import EnvgymError, InvalidOutcome, InvalidStep
-from envgym.types import Action, Message, Observation, ToolCall
+from envgym.types import Action, Message, ToolCall, observed_messages
 
 from .protocol import FAILURE_CLASS, PARAMS, numbers
 from .served_tasks import ServedEpisode, UnknownRow, action_of, place_of, pose
@@ -141,12 +140,12 @@ class ResourcesServer:
         episode, name = self._session(), request.match_info["tool"]
         arguments = await body_of(request)
         async with episode.lock:
-            if episode.ended:
+            if episode.has_ended:
                 raise web.HTTPConflict(text="The episode has ended.")
             call = ToolCall(f"call_{episode.calls}", name, arguments)
             episode.calls += 1
-            observation, _ = await episode.step(Action("", (), (call,), content=""))
-        return web.Response(text=_text(observation))
+            turn = await episode.answer(Action("", (), (call,), content=""))
+        return web.Response(text="\n\n".join(message.text for message in observed_messages(turn.observation)))
 
     async def _verify(self, request: web.Request) -> web.Response:
         """The verdict on a whole `Response`. The rewards of its calls are known; its last words are the last action."""
@@ -154,8 +153,8 @@ class ResourcesServer:
         action = _action(row)
         async with episode.lock:
             try:
-                if action is not None and not episode.ended:
-                    await episode.step(action)
+                if action is not None and not episode.has_ended:
+                    await episode.answer(action)
                 return web.json_response({**row, **episode.result(row)})
             finally:
                 await self._close(SESSION_ID.get())
@@ -170,12 +169,12 @@ class ResourcesServer:
         episode, row = self._session(), await body_of(request)
         action = _action(row)
         async with episode.lock:
-            if episode.ended:
+            if episode.has_ended:
                 raise web.HTTPConflict(text="The episode has ended.")
             try:
                 return web.json_response(await _stepped(episode, action))
             finally:
-                if episode.ended or episode.failure is not None:  # their agent comes no more
+                if episode.has_ended or episode.error is not None:  # their agent comes no more
                     await self._close(SESSION_ID.get())
 
 
@@ -188,30 +187,21 @@ def _action(row: Mapping[str, Any]) -> Action | None:
 
 
 async def _stepped(episode: ServedEpisode, action: Action | None) -> Item:
-    """The answer to `/step`. Without an action the policy may say no more, and the episode is truncated."""
-    observation, reward = Observation(), None
-    if action is None:
-        episode.truncated = True
-    else:
-        observation, reward = await episode.step(action)
+    """The answer to `/step`."""
+    turn = await episode.answer(action)
+    observation = turn.observation
     results = [message for message in observation.messages if message.role == "tool"]
     others = [message for message in observation.messages if message.role != "tool"]
     info: dict[str, Any] = {"tool_outputs": [{"call_id": m.tool_call_id, "output": m.text} for m in results]}
-    if episode.ended:
+    if episode.has_ended:
         info |= {name: value for name, value in episode.result({}).items() if name not in ("reward", "terminated")}
     return {
         "observation": observation.text or "\n\n".join(message.text for message in others) or None,
-        "reward": reward or 0.0,
+        "reward": turn.reward or 0.0,
         "info": info,
-        "terminated": episode.terminated,
-        "truncated": episode.truncated and not episode.terminated,
+        "terminated": turn.terminated,
+        "truncated": turn.truncated and not turn.terminated,
     }
-
-
-def _text(observation: Observation) -> str:
-    if observation.text is not None:
-        return observation.text
-    return "\n\n".join(message.text for message in observation.messages)
 
 
 # -- the agent server --------------------------------------------------------------------------------------
@@ -272,10 +262,10 @@ class AgentServer:
                 action = action_of(answer)
                 if action is None:
                     break
-                observation, _ = await episode.step(action)
-                if episode.ended:
+                turn = await episode.answer(action)
+                if episode.has_ended:
                     break
-                output += input_items(observed_messages(observation))
+                output += input_items(observed_messages(turn.observation))
         return {**answer, "usage": {**usage, **used} if usage else None}
 
     async def _sample(self, http: HttpClient, body: Mapping[str, Any]) -> Item:

@@ -165,7 +165,7 @@ def guess(tmp_path):
 def test_an_episode_from_a_pipe(run, guess):
     first = run("envs", "try", guess, "--seed", 5, typed="tell\n")
     number = re.search(r"it is (\d)", first.stdout).group(1)
-    assert first.stdout.endswith("closed\n")
+    assert first.stdout.endswith("closed\nleft after 1 turn\n")
     result = run("envs", "try", guess, "--seed", 5, typed=f'"""\none\ntwo\n"""\n{number}\nnever read\n')
     assert (result.returncode, result.stderr) == (0, "")
     said = result.stdout.splitlines()

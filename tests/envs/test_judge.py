@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import envgym
 from envgym.envs.judge import JudgeSpec, agreement, order_of, standing
-from envgym.envs.judge.prompts import Question, mark_for, ranking_in, ranking_prompt, score_in, scoring_prompt
+from envgym.envs.judge.prompts import Question, mark_for, ranking_prompt, scoring_prompt
+from envgym.envs.judge.replies import ranking_in, score_in
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.net import client as http
 from envgym.services import start_services

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
-import random
+import math
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import ConfigError, printable
+from envgym.errors import EnvgymError, printable
 from envgym.processes import event_loop
 from envgym.registry import load_component
-from envgym.types import Action, Observation, Task, ToolCall, ToolSpec
+from envgym.rollout.runner import compare, play_episode
+from envgym.rollout.scripted import PlayedTurn, ScriptedEpisode
+from envgym.types import Action, Episode, Group, Observation, Task, ToolCall, ToolSpec
 
-from .show import example_call, first_line, lines_of, signature
+from .show import choose_task, example_call, first_line, lines_of, signature
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from envgym.agent import Agent
-    from envgym.check.play import Played
-    from envgym.env import EnvSpec
+    from envgym.env import CheckedEnv, EnvSpec
 
 OF_REPLAY = ("agent", "render", "model")
 """Settings that decide how recorded data become tokens."""
@@ -77,56 +78,54 @@ def _task_word(word: str) -> tuple[str, int]:
     return split or "train", int(number)
 
 
-async def _choose(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> Task:
-    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
-    try:
-        return await spec.tasks(split).get(number)
-    except IndexError:
-        raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
+class ByHand(ScriptedEpisode):
+    """An episode that the user plays, who is shown what the environment says."""
+
+    def __init__(self, console: Console, task: Task, seed: int) -> None:
+        super().__init__(task, seed, lambda turn, observation: _ask(console))
+        self._console = console
+
+    async def reset(self, env: CheckedEnv) -> Observation:
+        observation = await super().reset(env)
+        _show(self._console, observation)
+        _show_tools(self._console, observation.tools)
+        self._console.print(HOW, style="dim")
+        return observation
+
+    async def step(self, env: CheckedEnv, action: Action) -> PlayedTurn:
+        turn = await super().step(env, action)
+        _show(self._console, turn.observation)
+        if turn.reward and not self.has_ended:
+            self._console.print(f"reward {turn.reward:g}", style="dim")
+        return turn
 
 
 async def _play(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> None:
     from rich.console import Console
 
-    from envgym.check.play import Played, Turn
     from envgym.services import start_services
 
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     async with start_services(spec, now=False):
-        task = await _choose(spec, seed, word)
-        played = Played(task, seed, "by hand")
+        _, task = await choose_task(spec, seed, word)
         console.print(f"{spec.id}, task {task.key}, seed {seed} (the same again: --seed {seed})", style="dim")
-        async with spec.of(task).make() as env:
-            played.first, _ = await env.reset(seed=seed, options={"task": task})
-            _show(console, played.first)
-            _show_tools(console, played.first.tools)
-            console.print(HOW, style="dim")
-            while not played.ended:
-                action = _ask(console)
-                if action is None:
-                    console.print(f"left after {_turns(played)}")
-                    return
-                start = time.monotonic()
-                played.turns.append(Turn(action, *await env.step(action), time.monotonic() - start))
-                _show(console, played.turns[-1].observation)
-                if not played.ended and (reward := played.turns[-1].reward):
-                    console.print(f"reward {reward:g}", style="dim")
-        await _result(console, spec, played)
+        by_hand = ByHand(console, task, seed)
+        episode = await play_episode(spec, task, by_hand.play, math.inf)
+        if by_hand.has_ended:
+            await compare(spec, Group("by hand", task, [episode]), math.inf)
+        if episode.failed:
+            raise by_hand.error or EnvgymError(episode.outcome.message)
+        _show_result(console, by_hand, episode)
 
 
-async def _result(console: Console, spec: EnvSpec, played: Played) -> None:
-    """Print the result, judged as a group of one where the environment judges groups."""
-    from envgym.check.play import judged
-
-    how = "terminated" if played.turns[-1].terminated else "truncated"
-    (episode,) = await judged(spec, played.task, [played.episode()]) or [played.episode()]
+def _show_result(console: Console, by_hand: ByHand, episode: Episode) -> None:
+    turns = "1 turn" if len(by_hand.turns) == 1 else f"{len(by_hand.turns)} turns"
+    if not by_hand.has_ended:
+        return console.print(f"left after {turns}")
+    how = "terminated" if by_hand.turns[-1].terminated else "truncated"
     numbers = {"reward": episode.reward, "score": episode.score} | episode.metrics
     known = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
-    console.print(f"{how} after {_turns(played)}: {', '.join(known) or 'no reward'}", style="bold")
-
-
-def _turns(played: Played) -> str:
-    return f"{len(played.turns)} turn{'' if len(played.turns) == 1 else 's'}"
+    return console.print(f"{how} after {turns}: {', '.join(known) or 'no reward'}", style="bold")
 
 
 def _show(console: Console, observation: Observation) -> None:
@@ -146,22 +145,20 @@ def _show_tools(console: Console, tools: Iterable[ToolSpec]) -> None:
 
 
 def _ask(console: Console) -> Action | None:
-    """The user's turn; None where there will be none."""
-    from envgym.check.play import action_of
-
+    """The user's turn, its bytes in place of tokens; None where there will be none."""
     while True:
         text = _read()
         if text is None:
             return None
         lines = [line for line in text.splitlines() if line.strip()]
-        if not lines or not all(line.startswith(CALL) for line in lines):
-            return action_of(text)
+        if not all(line.startswith(CALL) for line in lines):
+            lines = []
         try:
             calls = tuple(_call(line, number) for number, line in enumerate(lines))
         except ValueError as error:
             console.print(f"not sent: {error}", style="red")
         else:
-            return Action(text, action_of(text).token_ids, calls)
+            return Action(text, tuple(text.encode("utf-8", "replace")), calls)
 
 
 def _call(line: str, number: int) -> ToolCall:
@@ -191,7 +188,7 @@ def _read() -> str | None:
 
 
 def _line(prompt: str) -> str | None:
-    """A line of standard input. Ctrl-C raises `KeyboardInterrupt` here, as it does outside an event loop."""
+    """A line of standard input; None at its end. Ctrl-C ends the reading, and then the command."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -202,5 +199,9 @@ def _line(prompt: str) -> str | None:
         return input(prompt if is_terminal else "")
     except EOFError:
         return None
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, handler)
+        signal.raise_signal(signal.SIGINT)  # to the loop, which could not have ended the reading
+        raise asyncio.CancelledError from None
     finally:
         signal.signal(signal.SIGINT, handler)

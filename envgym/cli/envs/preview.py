@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,8 @@ from envgym.config.resolve import resolve
 from envgym.config.words import parse_words
 from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, printable
 from envgym.types import Row, Task
+
+from .show import choose_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,11 +46,7 @@ async def preview(env: str, words: Sequence[str], task: tuple[str, int] | None, 
         model = await fetch_model(stage.model, config, display, make_model)
     agent = make_agent(stage, model)
     async with stage.make_spec() as spec:
-        split, number = task or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
-        try:
-            chosen = await spec.tasks(split).get(number)
-        except IndexError:
-            raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
+        split, chosen = await choose_task(spec, seed, task)
         console.print(f"{spec.id}, {split} task {chosen.key}, tokens of {Path(model).name}", style=NOT_TAUGHT)
         console.print(await _lengths(spec, agent, split, seed), style=NOT_TAUGHT)
         for member in range(spec.recordings):

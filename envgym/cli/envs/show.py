@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from envgym.cli.parser import ENV, Parser, make_spec
-from envgym.errors import EnvgymError, InvalidOutcome, printable
+from envgym.errors import ConfigError, EnvgymError, InvalidOutcome, printable
 from envgym.processes import event_loop
-from envgym.types import Message, Observation, ToolSpec
+from envgym.types import Message, Observation, Task, ToolSpec
 
 if TYPE_CHECKING:
     from envgym.env import EnvSpec
@@ -98,6 +99,15 @@ async def _show(spec: EnvSpec) -> None:
                 print(printable(f"  {role}: {text}" if role != "text" else f"  {text}"))
         finally:
             await env.close()
+
+
+async def choose_task(spec: EnvSpec, seed: int, word: tuple[str, int] | None) -> tuple[str, Task]:
+    """The split and the task that a split and a number name, or a training task drawn by the seed."""
+    split, number = word or ("train", random.Random(seed).randrange(spec.tasks("train").reach))
+    try:
+        return split, await spec.tasks(split).get(number)
+    except IndexError:
+        raise ConfigError(f"there is no task {number} in {split}: it has {spec.tasks(split).size}") from None
 
 
 # -- text for people --------------------------------------------------------------------------------------

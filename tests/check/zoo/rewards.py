@@ -130,3 +130,13 @@ class PaysTooMuch(Sums):
     async def step(self, action):
         right = self.is_right(action.text)
         return None, 100.0 if right else -5.0, True, False, {}
+
+
+class JudgesNoSilence(SumsSpec):
+    """Compares the answers of a group by their first words, which not all have."""
+
+    env_class = Sums
+
+    async def score_group(self, task, episodes):
+        words = [episode.messages[-1].text.split()[0] for episode in episodes]
+        return [float(word == task.answer) for word in words]

@@ -1,0 +1,116 @@
+"""Episodes that a script plays in place of a policy."""
+
+import asyncio
+
+import pytest
+
+from envgym.env import Env, EnvSpec
+from envgym.rollout.runner import compare, play_episode
+from envgym.rollout.scripted import Scripted, ScriptedEpisode, in_order
+from envgym.types import Action, Group, Limit, Message, Outcome, StopReason, Task, ToolCall
+
+TASK = Task("t")
+
+
+class Counts(Env):
+    """Pays for each turn its number; ends at the word `stop`, gives up at `enough`, and breaks at `break`."""
+
+    closed = 0
+
+    async def reset(self, *, seed=None, options=None):
+        self.n = 0
+        return f"seed {seed}", {"seed": seed}
+
+    async def step(self, action):
+        self.n += 1
+        if action.text == "break":
+            raise KeyError("board")
+        metrics = {"calls": len(action.tool_calls)}
+        return str(self.n), float(self.n), action.text == "stop", action.text == "enough", {"metrics": metrics}
+
+    async def close(self):
+        Counts.closed += 1
+
+
+class Ranked(EnvSpec):
+    env_class = Counts
+
+    async def score_group(self, task, episodes):
+        return [0.5 for _ in episodes]
+
+
+def play(script, spec=None, **how):
+    episode = ScriptedEpisode(TASK, 7, script, **how)
+    return episode, asyncio.run(play_episode(spec or EnvSpec("Counts-v0", Counts), TASK, episode.play, 10.0))
+
+
+def say(*texts):
+    return in_order([Action(text, tuple(text.encode())) for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("texts", "outcome", "reward"),
+    [
+        (("on", "stop", "never said"), Outcome.completed(), 3.0),
+        (("enough",), Outcome.truncated(Limit.ENVIRONMENT), 1.0),
+        (("on",), Outcome.truncated(Limit.TURNS), 1.0),
+        ((), Outcome.truncated(Limit.TURNS), None),
+    ],
+)
+def test_an_episode_ends_with_the_environment_or_with_its_script(texts, outcome, reward):
+    closed = Counts.closed
+    played, episode = play(say(*texts))
+    assert (episode.outcome, episode.reward) == (outcome, reward)
+    assert Counts.closed == closed + 1
+    assert (played.first.text, played.info) == ("seed 7", {"seed": 7})
+    said = [message.text for message in episode.messages]
+    assert said == ["seed 7", *(text for n, turn in enumerate(played.turns, 1) for text in (turn.action.text, str(n)))]
+
+
+def test_a_script_that_is_over_may_say_with_what_outcome():
+    assert play(say("on"), unfinished=Outcome.truncated("left"))[1].outcome.reason == "left"
+
+
+def test_a_function_sees_what_was_observed_last():
+    def echo(turn, observation):
+        return Action(observation.text) if turn < 3 else None
+
+    played, _ = play(echo)
+    assert [turn.action.text for turn in played.turns] == ["seed 7", "1", "2"]
+
+
+def test_the_row_holds_what_the_actions_have_for_tokens_and_how_they_ended():
+    call = ToolCall("1", "look", {})
+    actions = [Action("a", (1, 2), (call,)), Action("b", (3,), stop_reason=StopReason.LENGTH)]
+    _, episode = play(in_order(actions))
+    [row] = episode.rows
+    actions = [list(segment.token_ids) for segment in row.segments if segment.role == "action"]
+    assert actions == [[1, 2], [3]]
+    assert [(turn.reward, turn.stop_reason) for turn in row.turns] == [(1.0, "stop"), (2.0, "length")]
+    assert (episode.outcome, episode.metrics) == (Outcome.truncated(Limit.LENGTH), {"calls": 0})
+
+
+def test_what_the_environment_raises_is_a_failure_and_is_kept():
+    played, episode = play(say("on", "break", "on"))
+    assert (episode.outcome.reason, isinstance(played.error, KeyError), len(played.turns)) == ("environment", True, 1)
+
+
+def test_a_group_of_one_is_judged_like_any_other():
+    _, episode = play(say("stop"), Ranked("Ranked-v0"))
+    judged = asyncio.run(compare(Ranked("Ranked-v0"), Group("g", TASK, [episode]), 10.0))
+    assert judged == [episode]
+    assert [episode.reward, episode.rows[0].turns[0].reward] == [0.5, 0.5]
+
+
+def test_the_agent_plays_the_script_of_each_task():
+    agent = Scripted(lambda task: ScriptedEpisode(task, 7, say(task.id)))
+    spec = EnvSpec("Counts-v0", Counts)
+
+    async def main(task):
+        async with spec.make() as env:
+            return await agent.run(env, task, None, seed=0)
+
+    assert asyncio.run(main(Task("stop"))).messages == [
+        Message.of("user", "seed 7"), Message.of("assistant", "stop"), Message.of("user", "1")
+    ]  # fmt: skip
+    assert not Scripted.uses_policy
