@@ -98,7 +98,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._run(request.id, request.token_ids.tolist(), sampling)).outputs[0]
+        output = (await self._run(request.id, list(request.token_ids), sampling)).outputs[0]
         if output.finish_reason not in STOP_REASONS:
             raise InvalidOutcome("engine", _given_up(output.finish_reason), retryable=True)
         return Generation(

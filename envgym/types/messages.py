@@ -200,7 +200,7 @@ def int_array(values: Iterable[int]) -> array[int]:
     if isinstance(values, array) and values.typecode == "i":
         return values
     try:
-        return array("i", values)
+        return array("i", list(values) if isinstance(values, bytes) else values)  # else bytes are taken as memory
     except OverflowError:
         raise ValueError("a token id does not fit into 32 bits") from None
 
