@@ -258,7 +258,7 @@ def seed_of(episodes: Sequence[Episode]) -> int:
 
 def _read(rows: Iterable[Mapping[str, Any]], name: str) -> list[Task]:
     reader = TaskReader(SourceConfig(), answer_required=False)
-    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}") for number, row in enumerate(rows, 1)]
+    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}")[0] for number, row in enumerate(rows, 1)]
     if not tasks:
         raise DataError(f"{name}: there are no rows in tasks=…")
     return tasks

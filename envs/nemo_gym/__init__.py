@@ -78,8 +78,7 @@ class NemoGymEnv(Env):
     spec: NemoGym
     task: Task
 
-    def __init__(self) -> None:
-        self._flow: Flow | None = None
+    _flow: Flow | None = None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()

@@ -58,12 +58,11 @@ class TextArenaEnv(Env):
 
     spec: TextArenaGame
 
-    def __init__(self) -> None:
-        self._session: Session | None = None
-        self._key = ""
+    _session: Session | None = None
+    _key = ""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        await self._leave()
+        await self.close()
         spec = self.spec
         seed = self.rng.getrandbits(31) if seed is None else seed
         seat = spec.config.seat
@@ -97,9 +96,6 @@ class TextArenaEnv(Env):
         }
         return observation, reward, True, False, {"score": self._score(reward), "metrics": metrics}
 
-    async def close(self) -> None:
-        await self._leave()
-
     async def _others_play(self, position: Position) -> Position:
         """Let the other seats move until it is the policy's turn, or the game has ended."""
         while not position.done and position.player != self._seat:
@@ -131,7 +127,7 @@ class TextArenaEnv(Env):
         assert self._session is not None  # a reset came first
         return await self._session.call(method, self._key, *args)
 
-    async def _leave(self) -> None:
+    async def close(self) -> None:
         """Give the game up."""
         if self._session is not None:
             with contextlib.suppress(EnvgymError):  # where the process is gone, the game is as well
