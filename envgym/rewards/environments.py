@@ -147,12 +147,7 @@ class RewardSpec(DataEnvSpec):
                 logs=self.config.logs,
             )
             await self._processes.start()
-
-    async def teardown(self) -> None:
-        if self._processes is not None:
-            await self._processes.close()
-            self._processes = None
-        await super().teardown()
+            self.closing.push_async_callback(self._processes.close)
 
     def own_tasks(self, split: str) -> TaskSet:
         if self.given_tasks is None:

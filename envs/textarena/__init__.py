@@ -166,16 +166,10 @@ class TextArenaGame(EnvSpec):
             environ={"PYTHONHASHSEED": "0"},  # some games shuffle what comes out of sets of strings
         )
         await self.games.start()
-        try:
-            self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
-            if config.seat is not None and config.seat >= self.players:
-                raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
-        except BaseException:
-            await self.games.close()
-            raise
-
-    async def teardown(self) -> None:
-        await self.games.close()
+        self.closing.push_async_callback(self.games.close)
+        self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
+        if config.seat is not None and config.seat >= self.players:
+            raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
 
 
 def spoken(text: str) -> str:
