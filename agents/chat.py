@@ -81,8 +81,6 @@ class Chat(Agent):
             observation, reward, terminated, truncated, info = await env.step(action)
             transcript.add_reward(reward, info)
             transcript.messages += observed_messages(observation)
-            if terminated:
-                return Outcome.completed()
-            if truncated or len(replies) == self.config.max_turns:
-                return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+            if terminated or truncated or len(replies) == self.config.max_turns:
+                return Outcome.of(terminated, truncated)
             tools = observation.tools or tools

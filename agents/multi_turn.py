@@ -12,7 +12,7 @@ from envgym.agent import AgentConfig
 from envgym.env import CheckedEnv
 from envgym.render.stop import sampling_of
 from envgym.rollout.transcript import Transcript
-from envgym.types import Action, Limit, Observation, Outcome, Task, observed_messages
+from envgym.types import Action, Observation, Outcome, Task, observed_messages
 
 from .token_level import TokenLevel, TokenLevelConfig, extend
 
@@ -54,9 +54,7 @@ class MultiTurn(TokenLevel):
             if terminated or truncated or turns == self.config.max_turns:
                 # The policy never reads the last observation; people do.
                 transcript.messages = [*dialogue.messages, *observed_messages(observation)]
-                if terminated:
-                    return Outcome.completed()
-                return Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+                return Outcome.of(terminated, truncated)
             extend(transcript, dialogue.add_observation(observation))
 
     def offered(self, observation: Observation) -> Observation:

@@ -92,7 +92,7 @@ def test_closing_tears_the_environment_down():
     spec = view._env.spec
     assert spec._grader is not None
     view.close()
-    assert spec._grader is None
+    assert not spec._is_set_up
 
 
 def test_a_mistake_is_the_registrys():

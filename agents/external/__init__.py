@@ -21,7 +21,7 @@ from envgym.agent import Agent, AgentConfig, Sampler
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.render import Renderer
-from envgym.types import Action, Episode, Limit, Message, Observation, Outcome, StopReason, Task
+from envgym.types import Action, Episode, Message, Observation, Outcome, StopReason, Task
 
 from .conversation import Conversation
 from .endpoint import Endpoint, PolicyAddress
@@ -83,10 +83,7 @@ class External(Agent):
         stop_reason = conversation.turns[-1].stop_reason if token_ids else StopReason.STOP
         last, reward, terminated, truncated, info = await env.step(Action(text, token_ids, (), stop_reason))
         messages = [*conversation.messages, *last.messages]
-        outcome = (
-            Outcome.completed() if terminated else Outcome.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
-        )
-        return conversation.episode(task, outcome, reward, info, messages)
+        return conversation.episode(task, Outcome.of(terminated, truncated), reward, info, messages)
 
     async def _answer(self, observation: Observation, task: Task, access: PolicyAddress) -> str:
         """The program's output. Raises `InvalidOutcome` where it cannot be run, fails or does not end."""

@@ -17,7 +17,7 @@ from envgym.loading import absolute_target, is_users, names_file
 from envgym.processes.local import LocalRuntime, LocalWorker
 from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
-from envgym.services import Services, start_services
+from envgym.services import start_services
 
 from . import endings, episodes, latency, leak, repeatability, scores, tasks
 from .play import call_limit
@@ -93,7 +93,6 @@ class CheckHost:
         self._subject.is_remote = isinstance(self._subject.spec, RemoteEnvSpec)
         self._setup_seconds = setup_seconds
         self._open = contextlib.AsyncExitStack()
-        self._services: Services | None = None
         self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -102,7 +101,7 @@ class CheckHost:
         faulthandler.dump_traceback_later(limit + HOLD_SECONDS, exit=True)  # set-up may hold the loop, within limits
         try:
             async with asyncio.timeout(limit):
-                self._services = await self._open.enter_async_context(start_services(self._subject.spec))
+                await self._open.enter_async_context(start_services(self._subject.spec))
         except TimeoutError:
             raise EnvgymError(f"{self._subject.spec.id}: its set-up takes longer than {limit:g} s") from None
         self._beating = asyncio.create_task(self._beat())

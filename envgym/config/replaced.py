@@ -9,8 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from envgym.settings import lay
+
 from .known_settings import config_class
-from .words import lay, name_alone
+from .words import name_alone
 
 
 @dataclass

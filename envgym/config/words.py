@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from envgym.errors import ConfigError
+from envgym.settings import lay
 from envgym.yaml_files import DuplicateKey, load_yaml
 
 AUTO = "auto"
@@ -69,15 +70,6 @@ def merge_stage(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
     if len(given) > 1:
         raise ConfigError("steps and epochs both say how long to train: give one")
     return merge(base, {**over, **{key: None for key in LENGTHS if given and key not in given}})
-
-
-def lay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, key by key."""
-    result = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = lay(result[key], value) if both else value
-    return result
 
 
 def name_alone(value: Any) -> Any:

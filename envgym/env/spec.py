@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
@@ -47,6 +48,8 @@ class EnvSpec:
             raise settings_error(error, config_class, f"environment {id}") from None
         self.clients: dict[str, Any] = {}
         """Clients of its `services`, by name: the runtime fills it in before `setup`."""
+        self.closing = AsyncExitStack()
+        """Closes what `setup` registers here, after `teardown` or where `setup` itself fails."""
         self._setup_lock = asyncio.Lock()
         self._is_set_up = False
 
@@ -92,7 +95,7 @@ class EnvSpec:
         return self.config.concurrency
 
     async def setup(self) -> None:
-        """Build what is heavy and shared, once, before the first episode."""
+        """Build what is heavy and shared, once, before the first episode; register in `closing` what must be closed."""
 
     async def teardown(self) -> None:
         """Release what `setup` built."""
@@ -158,14 +161,21 @@ class EnvSpec:
         """Run `setup` once, however many ask for it at the same time."""
         async with self._setup_lock:
             if not self._is_set_up:
-                await self.setup()
+                try:
+                    await self.setup()
+                except BaseException:
+                    await self.closing.aclose()
+                    raise
                 self._is_set_up = True
 
     async def close(self) -> None:
-        """Run `teardown` if `setup` ran."""
+        """Run `teardown` if `setup` ran, and close what that registered."""
         if self._is_set_up:
             self._is_set_up = False
-            await self.teardown()
+            try:
+                await self.teardown()
+            finally:
+                await self.closing.aclose()
 
     async def __aenter__(self) -> Self:
         await self.ensure_setup()

@@ -198,7 +198,7 @@ class Process:
         """Kill a process that does not react any more."""
         try:
             async with asyncio.timeout(PING_SECONDS):
-                await worker.call("ping")
+                await worker.call("__repr__")  # which every object has
         except TimeoutError:
             await self._kill(worker)
         except WorkerError:

@@ -86,10 +86,6 @@ class Dialogue(ABC):
     # -- what the kinds differ in -------------------------------------------------------------------------------
 
     @abstractmethod
-    def _on_begin(self, observation: Observation, text: str) -> None:
-        """The conversation begins, with this text."""
-
-    @abstractmethod
     def _read(self, text: str) -> Reading:
         """Find the tool calls in what the policy said, special tokens included."""
 
@@ -104,6 +100,9 @@ class Dialogue(ABC):
     @abstractmethod
     def _extend(self, observation: Observation) -> Extension:
         """Render new messages."""
+
+    def _on_begin(self, observation: Observation, text: str) -> None:
+        """The conversation begins, with this text."""
 
     def _on_text(self, text: str) -> None:
         """Raw text was appended."""

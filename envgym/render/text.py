@@ -68,8 +68,7 @@ class TextDialogue(Dialogue):
 
     renderer: TextRenderer
 
-    def _on_begin(self, observation: Observation, text: str) -> None:
-        self._cut = False
+    _cut = False
 
     def _read(self, text: str) -> Reading:
         return read_calls(text, read_hermes, self.tools, thinking=False)

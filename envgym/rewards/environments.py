@@ -147,12 +147,7 @@ class RewardSpec(DataEnvSpec):
                 logs=self.config.logs,
             )
             await self._processes.start()
-
-    async def teardown(self) -> None:
-        if self._processes is not None:
-            await self._processes.close()
-            self._processes = None
-        await super().teardown()
+            self.closing.push_async_callback(self._processes.close)
 
     def own_tasks(self, split: str) -> TaskSet:
         if self.given_tasks is None:
@@ -258,7 +253,7 @@ def seed_of(episodes: Sequence[Episode]) -> int:
 
 def _read(rows: Iterable[Mapping[str, Any]], name: str) -> list[Task]:
     reader = TaskReader(SourceConfig(), answer_required=False)
-    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}") for number, row in enumerate(rows, 1)]
+    tasks = [reader.read(dict(row), f"{name}:{number}", f"{name}-{number}")[0] for number, row in enumerate(rows, 1)]
     if not tasks:
         raise DataError(f"{name}: there are no rows in tasks=…")
     return tasks

@@ -200,9 +200,6 @@ class FunctionHost:
         self._function = load_function(target, "reward function")
         self._name = self._function.__name__
 
-    def ping(self) -> None:
-        """A sign of life."""
-
     async def one(self, arguments: dict[str, Any]) -> Reward:
         return as_reward(await run(self._function, **arguments), self._name)
 

@@ -97,7 +97,7 @@ class ScriptedEpisode:
             transcript.add_reward(turn.reward, turn.info)
             transcript.messages += [Message.of("assistant", turn.action.text), *observed_messages(turn.observation)]
             if turn.terminated or turn.truncated:
-                outcome = Outcome.completed() if turn.terminated else Outcome.truncated(Limit.ENVIRONMENT)
+                outcome = Outcome.of(turn.terminated, turn.truncated)
         return transcript.episode(self.task, outcome)
 
 

@@ -54,16 +54,9 @@ class TaskReader:
         """True if a task is all of its row, of which the prompt may say little."""
         return self._form is not None
 
-    def read(self, row: Row, where: str, name: str) -> Task:
-        """The task of `row`, called `name` where no field says; `where` is its file and line, for messages."""
-        return self._read(row, where, name)[0]
-
-    def read_with_key(self, row: Row, where: str, name: str) -> tuple[Task, int]:
-        """The task and its prompt's key: that of the prompt as the row has it, whatever a template makes of it."""
-        task, asked = self._read(row, where, name)
-        return task, _key(asked)
-
-    def _read(self, row: Row, where: str, name: str) -> tuple[Task, tuple[Message, ...]]:
+    def read(self, row: Row, where: str, name: str) -> tuple[Task, int]:
+        """The task of `row`, called `name` where no field says, and its prompt's key: that of the prompt as the row has
+        it, whatever a template makes of it. `where` is its file and line, for messages."""
         source = self._source
         given, row = row, row if self._form is None else self._form(row, where)
         if self._fields is None:
@@ -86,7 +79,7 @@ class TaskReader:
             fields=given if self._form else {key: value for key, value in row.items() if key not in used},
             difficulty=None if source.difficulty is None else _difficulty(row, source.difficulty, where),
         )
-        return task, asked
+        return task, _key(asked)
 
     def _prompt_field(self, row: Row, where: str) -> str | None:
         template = self._source.template

@@ -93,7 +93,7 @@ class EndlessTasks(TaskSet):
         number = 0
         for number, row in enumerate(yielded(self._target), start=1):
             where, name = f"{self._target}:{number}", f"{stem_of(self._target)}-{number}"
-            task, key = self._reader.read_with_key(row, where, name)
+            task, key = self._reader.read(row, where, name)
             if self._belongs(key):
                 yield task
         raise DataError(f"{self._target} ended after {number} rows: it is not endless (data.endless=false)")

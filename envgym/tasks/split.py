@@ -90,7 +90,7 @@ class _File:
         self.keys = array("Q")
         seen: dict[str, int] = {}
         for index, row in enumerate(self.rows):
-            task, key = self.reader.read_with_key(row, self.rows.where(index), self.rows.name(index))
+            task, key = self.reader.read(row, self.rows.where(index), self.rows.name(index))
             self.keys.append(key)
             if settings.id is not None and (other := seen.setdefault(task.id, index)) != index:
                 line = self.rows.origin(other)[2]
@@ -222,4 +222,5 @@ class RowTasks(TaskSet):
 
     async def get(self, index: int) -> Task:
         number = self._indices[index]
-        return self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
+        task, _ = self._reader.read(self._rows[number], self._rows.where(number), self._rows.name(number))
+        return task

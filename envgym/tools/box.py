@@ -51,11 +51,6 @@ class ToolBox:
         return tuple(tool.spec for tool in self._tools.values())
 
     @property
-    def calls(self) -> int:
-        """Calls so far."""
-        return self._counts["calls"]
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Counts of the calls so far: `tool_calls`, and how many of them were `tool_malformed` (unreadable, of no
         such tool, with wrong arguments), were `tool_errors` (the tool raised) or `tool_timeouts`."""
@@ -95,7 +90,7 @@ class ToolBox:
             await asyncio.wait({job}, timeout=timeout)
             if not job.done():
                 return self._error("timeouts", f"{call.name} took longer than {timeout:g} s")
-            return self._cut(job.result())
+            return _cut(job.result(), self._max_chars)
         except InvalidOutcome:
             raise
         except WrongArguments as error:
@@ -111,9 +106,6 @@ class ToolBox:
     def _error(self, kind: str, message: str) -> str:
         self._counts[kind] += 1
         return f"Error: {_cut(_clean(message), ERROR_LENGTH)}"
-
-    def _cut(self, text: str) -> str:
-        return _cut(text, self._max_chars)
 
 
 async def _run(tool: Tool, call: ToolCall) -> str:

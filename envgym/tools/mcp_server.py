@@ -154,12 +154,10 @@ class McpSession:
             if not self._task.done():
                 self._scope.cancel()
                 await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
-        except asyncio.CancelledError:
-            # The loop may be about to end, and the library's patience with it: the rest of its work is to find the
-            # process gone.
+        finally:
+            # Where this is cancelled, the loop may be about to end, and the library's patience with it: the rest of its
+            # work is to find the process gone.
             self._kill()
-            raise
-        self._kill()
         self._task.cancel()
 
     async def _live(self) -> None:

@@ -184,6 +184,11 @@ class Outcome:
         return cls(Status.TRUNCATED, str(reason))
 
     @classmethod
+    def of(cls, terminated: bool, truncated: bool) -> Outcome:
+        """The outcome after an episode's last step: the limit was the environment's, or else that of turns."""
+        return cls.completed() if terminated else cls.truncated(Limit.ENVIRONMENT if truncated else Limit.TURNS)
+
+    @classmethod
     def failed(cls, kind: str, message: str, *, retryable: bool = False) -> Outcome:
         return cls(Status.FAILED, kind, retryable, message)
 

@@ -130,16 +130,12 @@ class RayWorker:
 
     def __init__(self, name: str, log: Path, actor: Any, watch: CallWatch | None = None) -> None:
         self._call_watch = watch or CallWatch()
-        self._name = name
+        self.name = name
         self.log = log
         self.pid = 0
         self._actor = actor
         self._calls = 0
         self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the actor; raises what its constructor raised."""
@@ -149,7 +145,7 @@ class RayWorker:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._closing is not None:
-            raise WorkerError(f"{self._name}: the worker has been closed")
+            raise WorkerError(f"{self.name}: the worker has been closed")
         from ray.exceptions import RayTaskError
 
         with self._explained():
@@ -157,16 +153,12 @@ class RayWorker:
             reference = self._actor.call.remote(number, method, args, kwargs)
             self._calls += 1
             try:
-                with self._call_watch.watching(f"{self._name}: {method}"):
+                with self._call_watch.watching(f"{self.name}: {method}"):
                     answer = await _future(reference)
             except (asyncio.CancelledError, RayTaskError):  # given up, or never begun: later ones must not wait for it
                 self._actor.forget.remote(number)
                 raise
         return self._result(answer)
-
-    @property
-    def closing(self) -> bool:
-        return self._closing is not None
 
     async def close(self) -> None:
         if self._closing is None:
@@ -184,7 +176,7 @@ class RayWorker:
         error, result = answer
         if error is None:
             return result
-        raise rebuilt_error(error, self._name, self.log)
+        raise rebuilt_error(error, self.name, self.log)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -195,10 +187,10 @@ class RayWorker:
         try:
             yield
         except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"{self._name}: {_last_line(error)} (log: {self.log})") from error
+            raise WorkerError(f"{self.name}: {_last_line(error)} (log: {self.log})") from error
         except ray.exceptions.RayError as death:
             reason = f"{type(death).__name__}: {' '.join(str(death).split())[:200]}"
-            raise WorkerDied(f"{self._name} ended without being asked to ({reason}; log: {self.log})") from death
+            raise WorkerDied(f"{self.name} ended without being asked to ({reason}; log: {self.log})") from death
 
 
 class RayRuntime:

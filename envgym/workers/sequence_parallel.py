@@ -116,11 +116,11 @@ class Slices:
             copies = self.size // math.gcd(self.size, key.shape[1])
             if copies > 1:  # so that key and value heads can be shared out evenly, too
                 key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-            query, key, value = (self._whole_sequence(states) for states in (query, key, value))
+            query, key, value = (self._exchanged(states) for states in (query, key, value))
             module.num_key_value_groups = query.shape[1] // key.shape[1]
             kwargs["position_ids"] = torch.arange(query.shape[2], device=query.device)[None]
             output, _ = attend(module, query, key, value, *args, **kwargs)
-            return self._all_heads(output), None
+            return self._exchanged(output), None
 
         def mask_of_all(*, q_length: int, kv_length: int, **kwargs: Any) -> Any:
             return mask(q_length=q_length * self.size, kv_length=kv_length * self.size, **kwargs)
@@ -139,19 +139,16 @@ class Slices:
             return f"its {stretched.pop()} rope depends on the length of the whole row"
         return ""
 
-    def _whole_sequence(self, states: torch.Tensor) -> torch.Tensor:
-        """[B, H, t, D] -> [B, H / size, size * t, D]"""
-        batch, heads, length, width = states.shape
-        pieces = states.reshape(batch, self.size, heads // self.size, length, width).transpose(0, 1)
-        received = _Exchange.apply(pieces, self.group)
-        return received.permute(1, 2, 0, 3, 4).reshape(batch, heads // self.size, self.size * length, width)
+    def _exchanged(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, n, m, D] -> [B, n / size, size * m, D]: a share of the n of all ranks for their m.
 
-    def _all_heads(self, output: torch.Tensor) -> torch.Tensor:
-        """[B, size * t, H / size, D] -> [B, t, H, D]"""
-        batch, length, heads, width = output.shape
-        pieces = output.reshape(batch, self.size, length // self.size, heads, width).transpose(0, 1)
+        Of n heads and m tokens it makes the whole sequence of a share of the heads; what attention gives for that, n
+        tokens and m heads, goes back the same way.
+        """
+        batch, n, m, width = states.shape
+        pieces = states.reshape(batch, self.size, n // self.size, m, width).transpose(0, 1)
         received = _Exchange.apply(pieces, self.group)
-        return received.permute(1, 2, 0, 3, 4).reshape(batch, length // self.size, self.size * heads, width)
+        return received.permute(1, 2, 0, 3, 4).reshape(batch, n // self.size, self.size * m, width)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here

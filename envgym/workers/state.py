@@ -76,10 +76,7 @@ class ModelState(WeightExport):
         self.engine.save_checkpoint(
             folder, tag="deepspeed", save_latest=False, exclude_frozen_parameters=not frozen_too
         )
-        state: dict[str, Any] = {
-            **self._spread,
-            "random": checkpoint.random_states(),
-        }
+        state: dict[str, Any] = {**self._spread, "random": checkpoint.random_states()}
         if self.average is not None:
             state["average"] = self.average.state()
         self._writer.write(Path(folder, f"rank-{self.rank}.pt"), state)

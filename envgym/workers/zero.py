@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from envgym.errors import ConfigError, RunError, missing_package
+from envgym.settings import lay
 
 from . import checkpoint, tensor_parallel
 
@@ -53,7 +54,7 @@ def config(
     if settings.tensor_parallel > 1:
         ours["tensor_parallel"] = tensor_parallel.json(settings.tensor_parallel)
     if learner is None:
-        return _merged(ours, settings.deepspeed)
+        return lay(ours, settings.deepspeed)
     if dtype != torch.float32:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if settings.offload_optimizer:
@@ -78,7 +79,7 @@ def config(
                 "torch_adam": not (settings.offload_optimizer and device.type == "cuda"),
             },
         }
-    return _merged(ours, settings.deepspeed)
+    return lay(ours, settings.deepspeed)
 
 
 def join(address: str | None, rank: int, world_size: int, device: torch.device) -> None:
@@ -315,13 +316,3 @@ def _library() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
-
-
-def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """`theirs` over `ours`, key by key in nested mappings."""
-    out = dict(ours)
-    for key, value in theirs.items():
-        if isinstance(value, Mapping) and isinstance(out.get(key), Mapping):
-            value = _merged(out[key], value)
-        out[key] = value
-    return out

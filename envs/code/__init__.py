@@ -98,7 +98,7 @@ class Code(DataEnvSpec):
     usual = ((*PROMPT_FIELDS, "text"), (*ANSWER_FIELDS, "canonical_solution", "code"))
     try_again = "Fix it, and answer with the whole program again."
 
-    _sandbox: Sandbox | None = None
+    sandbox: Sandbox
 
     async def setup(self) -> None:
         await super().setup()
@@ -108,19 +108,8 @@ class Code(DataEnvSpec):
                 if tasks.size != 0:
                     self.cases(await tasks.get(0))  # a wrong field is found before a model is loaded
         config = self.config
-        self._sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)
-        await self._sandbox.start()
-
-    async def teardown(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.close()
-            self._sandbox = None
-        await super().teardown()
-
-    @property
-    def sandbox(self) -> Sandbox:
-        assert self._sandbox is not None  # a reset has set the spec up
-        return self._sandbox
+        sandbox = Sandbox(config.limits, concurrency=config.programs, packages=config.packages)
+        self.sandbox = await self.closing.enter_async_context(sandbox)
 
     def own_tasks(self, split: str) -> TaskSet:
         n_tests = self.config.n_tests

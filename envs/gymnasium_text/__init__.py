@@ -62,8 +62,7 @@ class GymnasiumTextEnv(Env):
 
     spec: GymnasiumText
 
-    def __init__(self) -> None:
-        self._game: gymnasium.Env[Any, Any] | None = None
+    _game: gymnasium.Env[Any, Any] | None = None
 
     def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -108,9 +107,7 @@ class GymnasiumText(EnvSpec):
     Config = GymnasiumTextConfig
     config: GymnasiumTextConfig
 
-    def __init__(self, id: str, env_class: type[Env] | None = None, /, **kwargs: Any) -> None:
-        super().__init__(id, env_class, **kwargs)
-        self._renders: bool | None = None
+    _renders: bool | None = None
 
     async def setup(self) -> None:
         await asyncio.to_thread(self._try_out)

@@ -88,12 +88,7 @@ class MathVerify(DataEnvSpec):
             raise missing_package("math-verify", "math", f"environment {self.id}")
         await super().setup()
         self._grader = Grader(self.config.grader_processes, self.config.grader_timeout)
-
-    async def teardown(self) -> None:
-        if self._grader is not None:
-            await self._grader.close()
-            self._grader = None
-        await super().teardown()
+        self.closing.push_async_callback(self._grader.close)
 
     def own_tasks(self, split: str) -> TaskSet:
         operations, digits = self.config.operations, self.config.digits

@@ -67,9 +67,6 @@ class Worker:
         child, self._child = self._child, None
         return None if child is None else child.end()
 
-    def ping(self) -> None:
-        """A sign of life."""
-
 
 class Child:
     """The process that computes."""

@@ -127,17 +127,14 @@ class Mixture(EnvSpec):
 
     async def setup(self) -> None:
         self._refuse_emptiness()
+        for spec in self.parts():
+            self.closing.push_async_callback(spec.close)
         done = await asyncio.gather(*(spec.ensure_setup() for spec in self.parts()), return_exceptions=True)
         if failures := [error for error in done if isinstance(error, BaseException)]:
-            await self.teardown()
             raise failures[0]
 
     async def teardown(self) -> None:
         self._task_sets.clear()
-        done = await asyncio.gather(*(spec.close() for spec in self.parts()), return_exceptions=True)
-        for error in done:
-            if isinstance(error, BaseException):
-                raise error
 
     def tasks(self, split: str) -> TaskSet:
         """The members' tasks: for training without end, in exact proportions; to evaluate, each once."""

@@ -78,8 +78,7 @@ class NemoGymEnv(Env):
     spec: NemoGym
     task: Task
 
-    def __init__(self) -> None:
-        self._flow: Flow | None = None
+    _flow: Flow | None = None
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         await self.close()
@@ -106,7 +105,7 @@ class NemoGym(DataEnvSpec):
     config: NemoGymConfig
     answer_required = False
 
-    _connections: ConnectionPool | None = None
+    _connections: ConnectionPool
     _url = ""
     _flow: FlowName = "tools"
 
@@ -118,19 +117,10 @@ class NemoGym(DataEnvSpec):
         from . import client
 
         self._connections = client.connections()
-        try:
-            http = client.http_client(self._connections)
-            self._url = config.url or await client.find_resources_server(str(config.head), config.server, http)
-            self._flow = await client.flow_of(self._url, http, None if config.flow == "auto" else config.flow)
-        except BaseException:
-            await self.teardown()
-            raise
-
-    async def teardown(self) -> None:
-        if self._connections is not None:
-            await self._connections.aclose()
-            self._connections = None
-        await super().teardown()
+        self.closing.push_async_callback(self._connections.aclose)
+        http = client.http_client(self._connections)
+        self._url = config.url or await client.find_resources_server(str(config.head), config.server, http)
+        self._flow = await client.flow_of(self._url, http, None if config.flow == "auto" else config.flow)
 
     def form(self) -> Form:
         return form
@@ -139,7 +129,6 @@ class NemoGym(DataEnvSpec):
         """A new session for `task`, in the server's flow."""
         from .client import Session
 
-        assert self._connections is not None, "setup comes first"
         if PARAMS not in task.fields:
             raise ConfigError(f"environment {self.id}: task {task.id} is no row of NeMo-Gym")
         session = Session(self._url, self._connections, self.config.request_timeout)
@@ -221,12 +210,9 @@ class Flow(ABC):
 class ToolsFlow(Flow):
     """Seed, call, verify."""
 
-    def __init__(self, session: Session, task: Task, **limits: int) -> None:
-        super().__init__(session, task, **limits)
+    async def begin(self) -> Observation:
         self._output: list[responses_api.Item] = []
         self._counts = {"tool_calls": 0, "tool_malformed": 0, "tool_errors": 0}
-
-    async def begin(self) -> Observation:
         await self.session.ask("seed_session", self.row)
         return self.opening()
 
@@ -260,9 +246,7 @@ class ToolsFlow(Flow):
 class GymnasiumFlow(Flow):
     """Reset, and a step for each response. Tools are called by the server, which reads them from the response."""
 
-    def __init__(self, session: Session, task: Task, **limits: int) -> None:
-        super().__init__(session, task, **limits)
-        self._closes = self._idempotent = False
+    _closes = _idempotent = False
 
     async def begin(self) -> Observation:
         answer = await self.session.ask("reset", self.row)

@@ -20,7 +20,6 @@ from envgym.agents.external.endpoint import TICKET, Endpoint
 from envgym.agents.token_level import actions_of
 from envgym.env import CheckedEnv
 from envgym.errors import ConfigError, InvalidOutcome
-from envgym.render import Renderer
 from envgym.types import Episode, Limit, Outcome, Task
 
 from . import protocol
@@ -71,10 +70,8 @@ class NeMoGym(Agent):
     Config: ClassVar[type[AgentConfig]] = NeMoGymConfig
     config: NeMoGymConfig
 
-    def __init__(self, renderer: Renderer, config: AgentConfig) -> None:
-        super().__init__(renderer, config)
-        self._gym_config: Mapping[str, Any] | None = None
-        """Their config, once the head server has given it."""
+    _gym_config: Mapping[str, Any] | None = None
+    """Their config, once the head server has given it."""
 
     async def run(self, env: CheckedEnv, task: Task, engine: Sampler | None, *, seed: int) -> Episode:
         assert engine is not None, "a sampling agent is given an engine"

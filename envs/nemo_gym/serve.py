@@ -64,7 +64,8 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
     host, port, folder, model_server = options.host, options.port, options.out, options.model_server
     for spec in specs.values():
         check_servable(spec)
-        check_verifiable(spec)
+        if spec.scores_groups:
+            raise ConfigError(f"environment {spec.id} judges groups of episodes, and NeMo-Gym verifies each by itself")
     if taken := specs.keys() & {"head_server", "policy_model", *(f"{name}_agent" for name in specs)}:
         raise ConfigError(f"the name {min(taken)!r} is another server's in NeMo-Gym's config: give another, NAME=E")
     model = None if model_server is None else model_address(model_server)
@@ -88,12 +89,6 @@ async def serve(specs: Mapping[str, EnvSpec], options: Namespace) -> None:
             served = f"serving {specs[name].id} as {name} and {name}_agent"
             print(f"{served} at {url_of(listener)} (Ctrl-C ends it)", flush=True)
         await stopping.wait()
-
-
-def check_verifiable(spec: EnvSpec) -> None:
-    """Raise `ConfigError` for an environment that judges finished groups: NeMo-Gym verifies rollouts one by one."""
-    if any(type(part).score_group is not EnvSpec.score_group for part in spec.parts()):
-        raise ConfigError(f"environment {spec.id} judges groups of episodes, and NeMo-Gym verifies each by itself")
 
 
 def model_address(url: str) -> tuple[str, int]:

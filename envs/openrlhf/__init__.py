@@ -73,10 +73,7 @@ class OpenRLHFFile(DataEnvSpec):
         settings = self.config
         self.processes = Processes(self.host, target, count=settings.processes, name=self.path.stem, logs=settings.logs)
         await self.processes.start()
-
-    async def teardown(self) -> None:
-        await self.processes.close()
-        await super().teardown()
+        self.closing.push_async_callback(self.processes.close)
 
 
 # -- reward functions -------------------------------------------------------------------------------------
@@ -234,11 +231,7 @@ class AgentFile(OpenRLHFFile):
     async def setup(self) -> None:
         await super().setup()
         self.sending_tokenizer = asyncio.Lock()
-        session = await self.processes.session()
-        try:
-            self.executes = await session.call("executes")
-        finally:
-            session.end()
+        self.executes = await self.processes.call("executes", timeout=self.config.call_timeout)
 
 
 # -- recognition ------------------------------------------------------------------------------------------

@@ -40,9 +40,6 @@ class RewardHost:
         self._function = load_function(target, "reward function")
         self._name = self._function.__name__
 
-    def ping(self) -> None:
-        """A sign of life."""
-
     async def group(
         self, queries: list[str], prompts: list[str], labels: list[Any], seed: int
     ) -> list[Reward | InvalidStep]:
@@ -119,9 +116,6 @@ class AgentHost:
         self._episodes: dict[str, tuple[InstanceEpisode, dict[str, Any]]] = {}
         """The episodes in play, with the run's sampling parameters."""
         self._runs: dict[str, Run] = {}
-
-    def ping(self) -> None:
-        """A sign of life."""
 
     def executes(self) -> bool:
         """Tell whether the executor has an `execute` of its own, which drives the model itself."""

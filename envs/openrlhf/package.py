@@ -15,6 +15,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,24 +45,16 @@ class AgentInstanceBase(ABC):
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]: ...
 
 
+@dataclass(eq=False)
 class AgentExecutorBase:
     """Base class of an agent file's executor."""
 
-    def __init__(
-        self,
-        agent_instance_cls: type | None = None,
-        max_steps: int | None = None,
-        max_length: int | None = None,
-        llm_engine: Any = None,
-        hf_tokenizer: Any = None,
-        result_queue: Any = None,
-    ) -> None:
-        self.agent_instance_cls = agent_instance_cls
-        self.max_steps = max_steps
-        self.max_length = max_length
-        self.llm_engine = llm_engine
-        self.hf_tokenizer = hf_tokenizer
-        self.result_queue = result_queue
+    agent_instance_cls: type | None = None
+    max_steps: int | None = None
+    max_length: int | None = None
+    llm_engine: Any = None
+    hf_tokenizer: Any = None
+    result_queue: Any = None
 
     async def generate(self, prompt_ids: list[int], sampling_params: Any) -> Any:
         """Sample after `prompt_ids` (older files call this from their `execute`)."""

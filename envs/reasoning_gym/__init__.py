@@ -140,9 +140,7 @@ class ReasoningGym(EnvSpec):
         }
         self.processes = Processes(HOST, settings, count=config.processes, name="reasoning_gym", environ=SAME_HASHES)
         await self.processes.start()
-
-    async def teardown(self) -> None:
-        await self.processes.close()
+        self.closing.push_async_callback(self.processes.close)
 
     def tasks(self, split: str) -> TaskSet:
         if split not in ("train", "test"):

@@ -104,9 +104,6 @@ class Datasets:
         name, level, entry, _ = self._item(number)
         return scored(name, self._dataset(name, level, 0), answer, entry)
 
-    def ping(self) -> None:
-        """A sign of life."""
-
     def _new_item(self, number: int) -> tuple[str, int | None, dict[str, Any], str | None]:
         """(dataset, level, the library's entry, a right answer).
 

@@ -63,25 +63,18 @@ class Record:
     """The turns of an answer are pieces of one text."""
 
 
+@dataclass(slots=True)
 class Reader:
     """Reads rows of one form. `names` gives fields other names than the usual ones; `teach` is as in `RecordedConfig`.
 
     Raises `DataError` with the row's place for one that cannot be taught.
     """
 
-    def __init__(
-        self,
-        form: FormName,
-        names: Mapping[str, str],
-        teach: Literal["all", "last"],
-        separator: str,
-        template: str | None = None,
-    ) -> None:
-        self.form = form
-        self._names = names
-        self._teach = teach
-        self._separator = separator
-        self._template = template
+    form: FormName
+    names: Mapping[str, str]
+    teach: Literal["all", "last"]
+    separator: str
+    template: str | None = None
 
     def read(self, row: Row, where: str) -> Record:
         form = self.form if self.form != "auto" else self.guess(row, where)
@@ -91,7 +84,7 @@ class Reader:
             parts = (record.prompt, *(variant.messages for variant in record.variants))
             if (length := sum(len(message.text) for messages in parts for message in messages)) > MOST_CHARACTERS:
                 raise DataError(f"{where}: the row has {length:,} characters, more than the {MOST_CHARACTERS:,} it may")
-            return record if self._template is None else replace(record, prompt=self._filled(record.prompt, row, where))
+            return record if self.template is None else replace(record, prompt=self._filled(record.prompt, row, where))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise DataError(f"{where}: {error}") from None
 
@@ -157,12 +150,12 @@ class Reader:
         steps, labels = (row[self._needed(name, row, where)] for name in ("steps", "step_labels"))
         asked = None
         if isinstance(steps, str):  # one text, in which the separator ends each step
-            *steps, _ = steps.split(self._separator)
+            *steps, _ = steps.split(self.separator)
             if steps and not self._name("prompt", row):  # the question stands before the first
-                asked, steps[0] = (Message.of("user", steps[0]),), self._separator
+                asked, steps[0] = (Message.of("user", steps[0]),), self.separator
         if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
             raise DataError(f"{where}: steps and their labels are lists of the same length")
-        texts = [f"{_text(step, 'a step', where).removesuffix(self._separator)}{self._separator}" for step in steps]
+        texts = [f"{_text(step, 'a step', where).removesuffix(self.separator)}{self.separator}" for step in steps]
         rewards = tuple(None if label is None else _share(label, where) for label in labels)
         if not any(reward is not None for reward in rewards):
             raise DataError(f"{where}: no step has a label")
@@ -189,7 +182,7 @@ class Reader:
         """The prompt with its last message as the template makes it."""
         *before, last = prompt
         try:
-            text = str(self._template).format(last.text, **row)
+            text = str(self.template).format(last.text, **row)
         except KeyError as error:
             name = error.args[0]
             raise DataError(f"{where}: env.template names a field {name!r} that the row has not") from None
@@ -205,7 +198,7 @@ class Reader:
         turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
             raise DataError(f"{where}: there is no turn of the assistant to teach")
-        start = turns[0] if self._teach == "all" else turns[-1]
+        start = turns[0] if self.teach == "all" else turns[-1]
         return Record(
             _prompt(messages[:start], where), (Variant(_ends_with_answer(messages[start:], where)),), tools=tools
         )
@@ -236,14 +229,14 @@ class Reader:
 
     def _name(self, of: str, row: Row) -> str:
         """The field's name in this row; empty where it has none."""
-        if own := self._names.get(of):
+        if own := self.names.get(of):
             return own if own in row else ""
         return next((name for name in FIELDS[of] if name in row), "")
 
     def _needed(self, of: str, row: Row, where: str) -> str:
         if name := self._name(of, row):
             return name
-        known = self._names.get(of) or " or ".join(FIELDS[of][:3])
+        known = self.names.get(of) or " or ".join(FIELDS[of][:3])
         raise DataError(
             f"{where}: no field {known}; the row has {', '.join(row) or 'no fields'}: name it with "
             f"env.fields.{of}=FIELD"

@@ -58,12 +58,11 @@ class TextArenaEnv(Env):
 
     spec: TextArenaGame
 
-    def __init__(self) -> None:
-        self._session: Session | None = None
-        self._key = ""
+    _session: Session | None = None
+    _key = ""
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
-        await self._leave()
+        await self.close()
         spec = self.spec
         seed = self.rng.getrandbits(31) if seed is None else seed
         seat = spec.config.seat
@@ -97,9 +96,6 @@ class TextArenaEnv(Env):
         }
         return observation, reward, True, False, {"score": self._score(reward), "metrics": metrics}
 
-    async def close(self) -> None:
-        await self._leave()
-
     async def _others_play(self, position: Position) -> Position:
         """Let the other seats move until it is the policy's turn, or the game has ended."""
         while not position.done and position.player != self._seat:
@@ -131,7 +127,7 @@ class TextArenaEnv(Env):
         assert self._session is not None  # a reset came first
         return await self._session.call(method, self._key, *args)
 
-    async def _leave(self) -> None:
+    async def close(self) -> None:
         """Give the game up."""
         if self._session is not None:
             with contextlib.suppress(EnvgymError):  # where the process is gone, the game is as well
@@ -170,16 +166,10 @@ class TextArenaGame(EnvSpec):
             environ={"PYTHONHASHSEED": "0"},  # some games shuffle what comes out of sets of strings
         )
         await self.games.start()
-        try:
-            self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
-            if config.seat is not None and config.seat >= self.players:
-                raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
-        except BaseException:
-            await self.games.close()
-            raise
-
-    async def teardown(self) -> None:
-        await self.games.close()
+        self.closing.push_async_callback(self.games.close)
+        self.players = await self.games.call("number_of_players", timeout=config.call_timeout)
+        if config.seat is not None and config.seat >= self.players:
+            raise ConfigError(f"{self.id}: {config.game} has the seats 0 to {self.players - 1}, not {config.seat}")
 
 
 def spoken(text: str) -> str:

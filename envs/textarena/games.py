@@ -134,9 +134,6 @@ class Games:
         """Forget game `key`."""
         self._games.pop(key, None)
 
-    def ping(self) -> None:
-        """A sign of life."""
-
     def _accepted(self, players: int | None) -> int:
         """The number of players: the one asked for, or two, or one, or the fewest the game accepts."""
         refusal = ""

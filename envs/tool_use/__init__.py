@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -85,28 +85,17 @@ class ToolUse(DataEnvSpec):
         if config.data is None and (config.tools or config.mcp):
             raise ConfigError(f"environment {id}: tools of your own need tasks: give it some with data.path=FILE")
         self._tools: list[Tool] = []
-        self._sandbox: Sandbox | None = None
         self._shared: dict[int, McpSession] = {}
         self._sharing = asyncio.Lock()
 
     async def setup(self) -> None:
         await super().setup()
-        try:
-            self._tools = [await self._tool(name) for name in self.config.tools]
-            # Each server is started now: a mistake is reported before the first episode.
-            sessions = await asyncio.gather(*(self._session(index) for index in range(len(self.config.mcp))))
-            ToolBox([*self._tools, *(tool for session in sessions for tool in session.tools)])
-            await self._close([index for index, server in enumerate(self.config.mcp) if not server.shared])
-        except BaseException:
-            await self.teardown()
-            raise
-
-    async def teardown(self) -> None:
-        await self._close(list(self._shared))
-        if self._sandbox is not None:
-            await self._sandbox.close()
-            self._sandbox = None
-        await super().teardown()
+        self.closing.push_async_callback(self._close, self._shared)
+        self._tools = [await self._tool(name) for name in self.config.tools]
+        # Each server is started now: a mistake is reported before the first episode.
+        sessions = await asyncio.gather(*(self._session(index) for index in range(len(self.config.mcp))))
+        ToolBox([*self._tools, *(tool for session in sessions for tool in session.tools)])
+        await self._close([index for index, server in enumerate(self.config.mcp) if not server.shared])
 
     async def tools_of(self, task: Task) -> list[Tool | McpServer]:
         """The tools of one episode; a server among them gets a session of its own."""
@@ -133,11 +122,10 @@ class ToolUse(DataEnvSpec):
     async def _tool(self, name: str) -> Tool:
         if name != PYTHON:
             return load_tool(name)
-        self._sandbox = Sandbox(self.config.sandbox)
-        await self._sandbox.start()
+        sandbox = await self.closing.enter_async_context(Sandbox(self.config.sandbox))
         # A program has limits of its own, and waiting for its turn is not its fault: only the whole call's deadline
         # stands above those.
-        return Tool.of(python_tool(self._sandbox), timeout=self.config.call_timeout)
+        return Tool.of(python_tool(sandbox), timeout=self.config.call_timeout)
 
     async def _session(self, index: int) -> McpSession:
         """The shared session with a server, opened anew where it has died."""
@@ -148,8 +136,8 @@ class ToolUse(DataEnvSpec):
                 await session.start()
             return session
 
-    async def _close(self, indices: list[int]) -> None:
-        sessions = [self._shared.pop(index) for index in indices if index in self._shared]
+    async def _close(self, indices: Iterable[int]) -> None:
+        sessions = [self._shared.pop(index) for index in list(indices)]
         await asyncio.gather(*(session.close() for session in sessions))
 
 

@@ -60,7 +60,7 @@ def test_calls_are_answered_in_order():
     assert texts == ["slept 0.05", "3"]
     assert [spec.name for spec in box.specs] == ["add", "slowly"]
     assert counts(box) == [2, 0, 0, 0]
-    assert box.calls == 2
+    assert box.metrics["tool_calls"] == 2
 
 
 class Point(BaseModel):

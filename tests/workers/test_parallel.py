@@ -404,7 +404,7 @@ def test_a_layer_that_mixes_tokens_without_attention_is_noticed(monkeypatch):
     model = model_of("lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8).to_empty(device="cpu")
     slices = Slices()
     slices.group, slices.size = object(), 2
-    slices._whole_sequence = slices._all_heads = lambda states: states
+    slices._exchanged = lambda states: states
     slices.install(model, 4)
     with pytest.raises(ConfigError, match="has 1 in 2 layers"):
         slices.answer(model.base_model, torch.ones(1, 8, dtype=torch.int64))
