@@ -118,6 +118,15 @@ def cannot_write(error: OSError) -> str | None:
     return f"{where}: {error.strerror}"
 
 
+@contextlib.contextmanager
+def reported_as(kind: type[EnvgymError], what: str, advice: str = "") -> Iterator[None]:
+    """Report an `OSError` from within as an error of this `kind`, in one line: `what`, the system's reason, advice."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}{advice and f'; {advice}'}") from None
+
+
 def printable(text: str) -> str:
     """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)

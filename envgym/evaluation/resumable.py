@@ -16,7 +16,7 @@ from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
 from envgym.episodes.journal import EpisodeKey, Journal
-from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended
+from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended, reported_as
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
@@ -127,10 +127,8 @@ class UnfinishedFile(ResumableFolder):
     def begun(self, settings: Mapping[str, Any]) -> Iterator[None]:
         """The folder, locked, to play in; what is here is gone on from where it was made with these settings. Raises
         `RunError` where it was not, or cannot be read, unless it may be overwritten."""
-        try:
+        with reported_as(RunError, f"{self.path}, where episodes are kept, cannot be made"):
             self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{self.path}, where episodes are kept, cannot be made: {error.strerror}") from None
         with self.locked(), self.playing():
             self._begin(settings)
             yield
