@@ -43,12 +43,7 @@ class Part(BaseModel):
 
 
 def parts_of_suite(
-    suite: Suite,
-    size: str | None,
-    settings: Mapping[str, Any],
-    *,
-    recipe: str | None = None,
-    file: str | Path | None = None,
+    suite: Suite, size: str | None, settings: Mapping[str, Any], *, file: str | Path | None = None
 ) -> list[Part]:
     """The parts of an evaluation on a suite. `settings` are the caller's own and win over the suite's, which win over
     what the model, the file and the recipe say. Raises `EnvgymError` where a name or a setting cannot be used."""
@@ -67,7 +62,7 @@ def parts_of_suite(
             "rollout": sampling,
         }
         try:
-            config = resolve(merge(of_suite, settings), recipe=recipe, file=file)
+            config = resolve(merge(of_suite, settings), file=file)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         given = settings.get("eval", {})
@@ -78,12 +73,10 @@ def parts_of_suite(
     return parts
 
 
-def parts_of_env(
-    settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None
-) -> list[Part]:
+def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None) -> list[Part]:
     """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
     greedy, settings = _greedily(settings)
-    config = resolve(settings, recipe=recipe, file=file)
+    config = resolve(settings, file=file)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})

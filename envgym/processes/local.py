@@ -46,7 +46,7 @@ class LocalWorker:
         whole_turns: bool = True,
         watch: CallWatch | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
         self._call_watch = watch or CallWatch()
         self.log = log
         self.pid = process.pid
@@ -59,10 +59,6 @@ class LocalWorker:
         self._end: WorkerError | None = None
         self._closing: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the process; raises what its constructor raised."""
@@ -79,7 +75,7 @@ class LocalWorker:
         self._outbox.post((call, method, args, kwargs))
         answer = self._expect(call)
         try:
-            with self._call_watch.watching(f"{self._name}: {method}"):
+            with self._call_watch.watching(f"{self.name}: {method}"):
                 return await answer
         except asyncio.CancelledError:
             if self._pending.pop(call, None) is not None:
@@ -98,7 +94,7 @@ class LocalWorker:
 
     async def _close(self) -> None:
         if self._end is None:
-            self._fail(WorkerError(f"{self._name}: the worker has been closed"))
+            self._fail(WorkerError(f"{self.name}: the worker has been closed"))
             self._outbox.post(None)
         for last_word in (signal.SIGTERM, signal.SIGKILL):
             done, _ = await asyncio.wait({self._watching}, timeout=CLOSE_TIMEOUT)
@@ -121,7 +117,7 @@ class LocalWorker:
                 if error is None:
                     future.set_result(result)
                 else:
-                    future.set_exception(rebuilt_error(error, self._name, self.log))
+                    future.set_exception(rebuilt_error(error, self.name, self.log))
 
     async def _watch(self) -> None:
         """Read answers until the process ends, then tell everyone who still waits."""
@@ -135,7 +131,7 @@ class LocalWorker:
         reading.cancel()
         self._signal(signal.SIGKILL)  # processes it started and left behind
         self._writer.close()
-        self._fail(WorkerDied(f"{self._name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
+        self._fail(WorkerDied(f"{self.name} {_describe_status(status)} (log: {self.log}{_last_line(self.log)})"))
 
     def _fail(self, reason: WorkerError) -> None:
         self._end = self._end or reason

@@ -121,24 +121,20 @@ class InlineWorker:
     """A worker object behind the interface of a worker process."""
 
     def __init__(self, name: str, worker: Any) -> None:
-        self._name = name
+        self.name = name
         self._worker = worker
         self._closed = False
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._closed:
-            raise WorkerError(f"{self._name}: the worker has been closed")
+            raise WorkerError(f"{self.name}: the worker has been closed")
         try:
             result = getattr(self._worker, method)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
         except EnvgymError:
             raise
         except Exception as error:
-            raise WorkerError(f"{self._name}: {describe_error(error)[1]}") from error
+            raise WorkerError(f"{self.name}: {describe_error(error)[1]}") from error
 
     async def close(self) -> None:
         if self._closed:
