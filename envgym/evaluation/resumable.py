@@ -139,8 +139,10 @@ class UnfinishedFile(ResumableFolder):
         except DataError as error:
             self.differs(f"cannot be read ({error})")
         if self.kept:
-            old = self._settings()
-            if old is None:
+            old: Mapping[str, Any] = {}
+            with contextlib.suppress(ConfigError):
+                old = read_yaml(self._settings_file)
+            if not old:
                 self.differs(f"cannot go on, since {self._settings_file} is missing or damaged")
             elif changed := _differences(old, settings):
                 self.differs(f"were played with other settings ({'; '.join(changed)})")
@@ -160,12 +162,6 @@ class UnfinishedFile(ResumableFolder):
         except DataError as error:
             raise DataError(f"{error}; {self.what_is_kept()}") from None
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def _settings(self) -> Mapping[str, Any] | None:
-        try:
-            return read_yaml(self._settings_file) or None
-        except ConfigError:
-            return None
 
 
 def _differences(old: Any, new: Any, key: str = "") -> list[str]:
