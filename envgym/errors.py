@@ -119,12 +119,16 @@ def cannot_write(error: OSError) -> str | None:
 
 
 @contextlib.contextmanager
-def reported_as(kind: type[EnvgymError], what: str, advice: str = "") -> Iterator[None]:
-    """Report an `OSError` from within as an error of this `kind`, in one line: `what`, the system's reason, advice."""
+def reported_as(
+    kind: type[EnvgymError], what: str, advice: str = "", *, of: type[Exception] = OSError
+) -> Iterator[None]:
+    """Report an error from within, one `of` this type, as an error of this `kind`: in one line `what` went wrong, the
+    reason (of an `OSError` the system's), and advice."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}{advice and f'; {advice}'}") from None
+    except of as error:
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{what}: {reason}{advice and f'; {advice}'}") from None
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 
 from .suite import Sampling, Suite, SuiteEnv
 
@@ -61,10 +61,8 @@ def parts_of_suite(
             "data": item.data,
             "rollout": sampling,
         }
-        try:
+        with reported_as(ConfigError, name, of=ConfigError):
             config = resolve(merge(of_suite, settings), file=file)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
         given = settings.get("eval", {})
         own = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in given}
         if greedy or "temperature" in settings.get("rollout", {}):

@@ -121,13 +121,12 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display,
     # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
     config, stage = config.model_copy(update={"runtime": runtime, "debug": False}), config.stages[index]
     _check_ranks(checkpoint, stage)
-    try:
+    problem = f"checkpoint {checkpoint} is of no use without the model it began with"
+    with reported_as(ConfigError, problem, of=EnvgymError):
         if own := stage.roles.get("actor"):
             own.model = own.model and await fetch_model(own.model, config, display, make_model)
         stage = with_results(stage, config, run)
         base = await fetch_model(stage.model, config, display, make_model)
-    except EnvgymError as error:
-        raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
     problem = f"the model of {checkpoint} cannot be written beside it"
     with reported_as(ConfigError, problem), unfinished(final) as made:
         display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
@@ -165,14 +164,11 @@ async def _write_policy(
     """Write the policy of a checkpoint, with its tokenizer, into `out`."""
     ranks = stage.workers_of("actor").ranks
     async with running(config, folder) as runtime:
-        try:
+        which = f"the {ranks} ranks" if ranks > 1 else "the rank"
+        problem = f"{which} that wrote checkpoint {checkpoint} cannot be started here"
+        with reported_as(ConfigError, problem, of=EnvgymError):
             actor = await start_role(config, stage, "actor", base, runtime)
-        except EnvgymError as error:
-            which = f"the {ranks} ranks" if ranks > 1 else "the rank"
-            raise ConfigError(f"{which} that wrote checkpoint {checkpoint} cannot be started here: {error}") from None
-        try:
+        with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", of=EnvgymError):
             await actor.load_state(str(checkpoint / "actor"))
-        except EnvgymError as error:
-            raise ConfigError(f"checkpoint {checkpoint} cannot be read: {error}") from None
         await actor.save(str(out))
         load_tokenizer(base).save_pretrained(out)
