@@ -28,16 +28,13 @@ class Sampler(Protocol):
     @property
     def sampling(self) -> SamplingParams:
         """The run's sampling parameters for one turn."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """The engine's context length in tokens."""
-        ...
 
     def limit(self, max_tokens: int | None) -> None:
         """Let the episode sample no more than so many tokens in all; None: any number."""
-        ...
 
     async def generate(self, token_ids: Sequence[int], overrides: Mapping[str, Any] | None = None) -> Generation:
         """Sample one turn after `token_ids` [T], which must not change meanwhile: an int32 array is not copied. Each
@@ -45,13 +42,11 @@ class Sampler(Protocol):
 
         The turn is cut to what the context and the episode's limit leave. Raises `PromptTooLong` where nothing more
         fits into the context, and `OutOfBudget` where the limit is used up."""
-        ...
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), overrides: Mapping[str, Any] | None = None
     ) -> ChatReply:
         """The same for an engine that takes messages: what the assistant says after `messages`."""
-        ...
 
 
 class AgentConfig(Settings):

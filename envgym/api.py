@@ -37,7 +37,5 @@ def evaluate(settings: Mapping[str, Any], *, suite: str | Suite | None = None, q
     from .training.new_model import make_model
 
     evaluation = new_evaluation(nested(settings.items()), suite=suite)
-    stage = evaluation.config.stages[-1]
     with Display() if quiet else open_display() as display:
-        display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
         return run_evaluation(evaluation, display, make_model=make_model)

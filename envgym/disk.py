@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import RunError
+from .errors import RunError, reported_as
 
 
 def cache_folder(kind: str) -> Path:
@@ -24,10 +24,8 @@ def cache_folder(kind: str) -> Path:
 def locked(folder: Path, what: str) -> Iterator[None]:
     """Keep other processes of this machine out of `folder`; the lock of a process that dies is gone. Raises `RunError`,
     which says that another `what` is there, where one is."""
-    try:
+    with reported_as(RunError, f"{folder} cannot be written"):
         lock = (folder / "lock").open("a", encoding="utf-8")  # which leaves the times of a finished run as they are
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

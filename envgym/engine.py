@@ -94,16 +94,13 @@ class Engine(Protocol):
     async def steps(self) -> int:
         """The number of steps taken so far. It grows while anything is sampled or scored, so that whoever waits can
         tell an engine that is slow from one that hangs."""
-        ...
 
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Raises `InvalidOutcome` of kind `engine` where the request was given up before it was done:
         that is no answer cut short."""
-        ...
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return log p(token t | tokens before t) at temperature 1 for t = 1 .. T-1: T-1 numbers, in nats."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -113,39 +110,31 @@ class HostedEngine(Engine, Protocol):
 
     async def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer for a transfer of vLLM's own; `info` is what its engine is to be told."""
-        ...
 
     async def sees(self, path: str) -> bool:
         """True if a file that the trainer has made can be read here."""
-        ...
 
     async def begin_weights(self) -> None:
         """Stop sampling, keeping requests in flight where they are, to replace the weights."""
-        ...
 
     async def load_bucket(self, bucket: Bucket | Mapping[str, Any]) -> None:
         """Load some of the weights, in the order of buckets' numbers; a mapping is what a transfer of vLLM's own is
         told. Raises `WorkerError` for a bucket that is not what was written, or comes out of turn."""
-        ...
 
     async def end_weights(self, n_buckets: int, version: int) -> None:
         """Go on with the new weights, and stamp what is sampled from now on with `version`. Requests in flight go on,
         and their later tokens carry the new version. Raises `WorkerError` where a bucket is missing."""
-        ...
 
     async def load_adapter(self, path: str, version: int) -> None:
         """Sample with the LoRA adapter in a folder of peft's form from now on, in place of the one before. Other
         weights may come before it but not after. The engine was started for one of that rank."""
-        ...
 
     async def sleep(self, level: int) -> None:
         """Give the device's memory to others: 1 keeps the weights in the host's, 2 wants new ones afterwards. Nothing
         is in flight."""
-        ...
 
     async def wake(self, part: str) -> None:
         """Take memory back for the `weights`, which must come first, or the `cache`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,19 @@ def cannot_write(error: OSError) -> str | None:
     return f"{where}: {error.strerror}"
 
 
+@contextlib.contextmanager
+def reported_as(
+    kind: type[EnvgymError], what: str, advice: str = "", *, of: type[Exception] = OSError
+) -> Iterator[None]:
+    """Report an error from within, one `of` this type, as an error of this `kind`: in one line `what` went wrong, the
+    reason (of an `OSError` the system's), and advice."""
+    try:
+        yield
+    except of as error:
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{what}: {reason}{advice and f'; {advice}'}") from None
+
+
 def printable(text: str) -> str:
     """The text with what would command a terminal written out: it may be a model's, or a stranger's."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)

@@ -42,9 +42,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     evaluation = _resumed(options, words) if options.resume else _new(options, words)
     invocation.debug |= evaluation.config.debug
     invocation.folder = evaluation.path
-    stage = evaluation.config.stages[-1]
     with open_display() as display:
-        display.begin(evaluation.config.name, f"{evaluation.suite or stage.env.name}, {stage.model}")
         result = run_evaluation(evaluation, display, retry_failed=options.retry_failed, make_model=make_model)
     print(evaluation_text(result, evaluation.path))
     if result["score"] is None and not any(tasks_behind(env) for env in result["envs"].values()):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -16,56 +18,10 @@ from envgym.errors import EnvgymError, UnknownKey
 from envgym.learner import Learner, LearnerConfig
 from envgym.registry import load_component
 from envgym.tasks import DataConfig
+from envgym.yaml_files import read_yaml
 
 from .schema import RunConfig, StageConfig
 from .words import AUTO, COMPONENTS, name_alone
-
-OTHER_NAMES = {
-    "learner.lr": ("learning_rate", "actor_lr", "actor_learning_rate", "step_size"),
-    "learner.kl.coef": ("beta", "kl_coef", "kl_coeff", "kl_beta", "kl_loss_coef", "init_kl_coef", "kl_penalty"),
-    "learner.clip_low": ("epsilon", "eps_clip", "clip_eps", "clip_epsilon", "clip_range", "clip_ratio", "cliprange"),
-    "learner.clip_high": ("epsilon_high", "eps_clip_high", "clip_ratio_high"),
-    "learner.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clipping"),
-    "learner.minibatches": ("batch_size", "train_batch_size", "mini_batch_size", "gradient_accumulation_steps"),
-    "learner.epochs": ("num_train_epochs", "num_iterations", "num_epochs", "max_epochs"),
-    "learner.entropy_coef": ("entropy_coeff", "entropy_bonus"),
-    "learner.gae_lambda": ("lam", "lambda", "lambd"),
-    "learner.ema_decay": ("ema",),
-    "learner.lr_schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
-    "learner.warmup_steps": ("warmup", "num_warmup_steps"),
-    "rollout.tasks": ("batch_size", "train_batch_size", "rollout_batch_size", "num_prompts", "prompts"),
-    "rollout.group_size": (
-        "n", "num_generations", "num_samples", "n_samples", "n_samples_per_prompt", "samples_per_prompt",
-    ),
-    "rollout.max_tokens": (
-        "max_new_tokens", "max_completion_length", "max_response_length", "response_length", "generate_max_len",
-    ),
-    "rollout.concurrency": ("max_concurrency", "num_workers"),
-    "engine.max_model_len": ("max_length", "max_seq_len", "max_seq_length", "context_length"),
-    "engine.args": ("gpu_memory_utilization", "tensor_parallel_size", "enforce_eager", "max_num_seqs"),
-    "engine.kind": ("backend", "use_vllm"),
-    "workers.ranks": ("gpus", "num_gpus", "n_gpus", "n_gpus_per_node", "world_size", "num_processes"),
-    "workers.tokens_per_microbatch": (
-        "micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size", "max_tokens_per_gpu",
-    ),
-    "workers.tensor_parallel": ("tensor_parallel_size", "tp"),
-    "workers.dtype": ("bf16", "fp16", "precision", "torch_dtype"),
-    "workers.attention": ("attn_implementation", "flash_attn"),
-    "lora.rank": ("r", "lora_r", "lora_rank"),
-    "lora.alpha": ("lora_alpha",),
-    "lora.quantize": ("load_in_4bit", "load_in_4_bit", "qlora"),
-    "data.path": ("dataset", "dataset_path", "data_path", "prompt_data", "train_file", "train_files"),
-    "data.prompt": ("input_key", "prompt_key"),
-    "data.answer": ("label_key", "answer_key"),
-    "steps": ("max_steps", "num_steps", "total_steps", "iterations", "total_training_steps"),
-    "runs_dir": ("output_dir", "save_path", "ckpt_path", "out"),
-    "checkpoint.every": ("save_steps", "save_freq", "save_every", "save_interval"),
-    "eval.every": ("eval_steps", "eval_freq", "test_freq", "eval_every", "eval_interval"),
-    "report_to": ("wandb", "use_wandb", "logger", "tensorboard", "swanlab", "use_tensorboard"),
-    "project": ("wandb_project", "project_name"),
-    "name": ("run_name", "experiment_name"),
-}  # fmt: skip
-"""Names that other programs have for a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +56,17 @@ def _model_within(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     return None, False
 
 
+@cache
+def other_names() -> dict[str, list[str]]:
+    """Names that other programs have for a setting, by its key."""
+    return read_yaml(Path(__file__).with_name("other_names.yaml"))
+
+
 def meant(key: str, known: Sequence[str]) -> list[str]:
     """Those of the `known` keys that an unknown one was probably meant to be: other programs' names for them, then
     those that end alike."""
     last = key.rpartition(".")[2].replace("-", "_").lower()
-    others = [name for name, other in OTHER_NAMES.items() if last in other and name in known]
+    others = [name for name, other in other_names().items() if last in other and name in known]
     return list(dict.fromkeys([*others, *(name for name in known if name.rpartition(".")[2] == last)]))[:3]
 
 

@@ -65,7 +65,7 @@ def resolve(
         parts = set() if is_saved else set(parts_of_recipe(load_recipe(recipe)))
         used = parts_of_recipe({"stages": [stage.settings for stage in stages]})
         raise refusal(f"recipe {recipe}", parts.intersection(used), error) from None
-    for line in dict.fromkeys(line for stage in stages for line in stage.left_out()):
+    for line in dict.fromkeys(line for stage in stages for line in stage.replaced.lines(stage.settings)):
         warnings.warn(DroppedSettings(line), stacklevel=2)
     return config
 
@@ -134,7 +134,7 @@ class LayeredStage:
     settings: dict[str, Any] = field(default_factory=lambda: {"agent": AUTO})
     own_model: Any = None
     """The model that was given for this stage in particular, which what holds for all stages does not change."""
-    _replaced: Replaced = field(default_factory=Replaced)
+    replaced: Replaced = field(default_factory=Replaced)
 
     @property
     def name(self) -> str:
@@ -150,20 +150,16 @@ class LayeredStage:
         for kind in COMPONENTS:
             old, new = name_alone(self.settings.get(kind, {})), name_alone(over.get(kind, {}))
             if changes_name(old, new):
-                merged[kind] = self._replaced.replace(kind, old, new, self.settings.get("roles", {}))
+                merged[kind] = self.replaced.replace(kind, old, new, self.settings.get("roles", {}))
         if isinstance(roles := over.get("roles", {}), Mapping):
-            self._replaced.give_roles(roles, of_model=of_model)
+            self.replaced.give_roles(roles, of_model=of_model)
         self.settings = merged
 
     def drop_roles(self, known: Collection[str]) -> None:
         """Leave out the roles that were set for another learner and that the learner, with those `known`, lacks."""
-        if foreign := self._replaced.foreign_roles(self.settings.get("roles", {}), known):
+        if foreign := self.replaced.foreign_roles(self.settings.get("roles", {}), known):
             roles = self.settings["roles"].items()
             self.settings["roles"] = {role: settings for role, settings in roles if role not in foreign}
-
-    def left_out(self) -> list[str]:
-        """A line for each component that left settings behind which nothing has set since."""
-        return self._replaced.lines(self.settings)
 
 
 def stages_of(value: Any, stages_before: Sequence[LayeredStage]) -> list[dict[str, Any]]:

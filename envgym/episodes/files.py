@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envgym.disk import replacing
-from envgym.errors import ConfigError, DataError, RunError, missing_package
+from envgym.errors import ConfigError, DataError, RunError, missing_package, reported_as
 from envgym.hashing import DIGITS
 from envgym.types import Episode
 
@@ -42,11 +42,8 @@ def content_hash(path: Path) -> str:
     """A fingerprint of the files that `read_episodes` reads. Raises `DataError` like it."""
     digest = hashlib.sha256()
     for file in _files(path):
-        try:
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest())
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        with reported_as(DataError, f"{file} cannot be read"), file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:DIGITS]
 
 
@@ -84,22 +81,18 @@ def check_target(path: Path, *, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise RunError(f"{path} exists: name another file, or replace it with --overwrite")
     probe = path.with_name(path.name + ".tmp")
-    try:
+    with reported_as(DataError, f"--out {path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise DataError(f"--out {path} cannot be written: {error.strerror}") from None
 
 
 def write_episodes(path: Path, episodes: Sequence[Episode]) -> None:
     """Write the episodes to a .jsonl or .parquet file, in one rename. Raises `DataError` where that fails; a file that
     was there is then what it was."""
-    try:
+    with reported_as(DataError, f"{path} cannot be written"):
         if path.suffix == ".parquet":
             write_rollouts(path, episodes)
             return
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.writelines(episode_line(episode) for episode in episodes)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from None

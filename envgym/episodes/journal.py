@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from envgym.errors import DataError
+from envgym.errors import DataError, reported_as
 from envgym.types import Episode
 
 from .record import from_record, to_record
@@ -53,7 +53,7 @@ class Journal:
 
     def open(self) -> None:
         """Make ready to write: what a kill left of a last line is cut off."""
-        try:
+        with reported_as(DataError, f"{self.path} cannot be written"):
             self.path.touch()
             content = self.path.read_bytes()
             whole = content.rfind(b"\n") + 1
@@ -62,19 +62,15 @@ class Journal:
                     file.write(b"\n")
             else:
                 os.truncate(self.path, whole)
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def write(self, episode: Episode) -> None:
         """Append an episode."""
-        line = episode_line(episode)
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be written: {error.strerror}; the episodes before this one are kept there"
-            ) from None
+        line, advice = episode_line(episode), "the episodes before this one are kept there"
+        with (
+            reported_as(DataError, f"{self.path} cannot be written", advice),
+            self.path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(line)
 
     def _read(self) -> Iterator[Episode]:
         if not self.path.exists():

@@ -13,7 +13,7 @@ import yaml
 from envgym.config.schema import RunConfig
 from envgym.disk import write_atomically
 from envgym.episodes.journal import episode_line
-from envgym.errors import ConfigError, RunError
+from envgym.errors import ConfigError, RunError, reported_as
 from envgym.types import Episode
 from envgym.yaml_files import read_yaml
 
@@ -51,10 +51,8 @@ class EvalFolder(ResumableFolder):
             raise RunError(
                 f"evaluation folder {self.path} exists: choose another --name, or go on with --resume {self.path.name}"
             )
-        try:
+        with reported_as(RunError, f"evaluation folder {self.path} cannot be made"):
             self.path.mkdir(parents=True)
-        except OSError as error:
-            raise RunError(f"evaluation folder {self.path} cannot be made: {error.strerror}") from None
         self.suite, self.parts, self.disposable = suite, list(parts), True
         saved = {"suite": suite, "parts": [part.model_dump(mode="json") for part in parts]}
         write_atomically(self.config_file, yaml.safe_dump(saved, sort_keys=False))

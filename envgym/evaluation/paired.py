@@ -35,8 +35,8 @@ class Paired:
     `differences` are B's mean less A's of each of these tasks; `mean` is theirs, with its 95% interval from `low` to
     `high` and standard error over `n_clusters` clusters. `p_value`: how often chance alone would give a mean at least
     as far from 0. `detectable`: how large the true difference must be for such a comparison to find one, at 5%, four
-    times in five. `better`, `worse` and `equal` count tasks; `only_a` and `only_b` those that one policy alone has
-    scores of, which nothing here is computed from. NaN stands for a number that there is not.
+    times in five. `only_a` and `only_b` count the tasks that one policy alone has scores of, which nothing here is
+    computed from. NaN stands for a number that there is not.
     """
 
     mean: float
@@ -54,20 +54,10 @@ class Paired:
     def n(self) -> int:
         return len(self.differences)
 
-    @property
-    def better(self) -> int:
-        return sum(value > 0 for value in self.differences.values())
-
-    @property
-    def worse(self) -> int:
-        return sum(value < 0 for value in self.differences.values())
-
-    @property
-    def equal(self) -> int:
-        return sum(value == 0 for value in self.differences.values())
-
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no NaN: None stands for what there is no number for."""
+        """For JSON, which knows no NaN: None stands for what there is no number for. `better`, `worse` and `equal` are
+        numbers of tasks."""
+        differences = self.differences.values()
         return {
             "difference": known(self.mean),
             "ci95": known_interval(self.low, self.high),
@@ -76,9 +66,9 @@ class Paired:
             "detectable": known(self.detectable),
             "n_tasks": self.n,
             "n_clusters": self.n_clusters,
-            "better": self.better,
-            "worse": self.worse,
-            "equal": self.equal,
+            "better": sum(value > 0 for value in differences),
+            "worse": sum(value < 0 for value in differences),
+            "equal": sum(value == 0 for value in differences),
             "only_a": self.only_a,
             "only_b": self.only_b,
         }

@@ -12,7 +12,7 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge
 from envgym.engine import SamplingParams
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 
 from .suite import Sampling, Suite, SuiteEnv
 
@@ -43,12 +43,7 @@ class Part(BaseModel):
 
 
 def parts_of_suite(
-    suite: Suite,
-    size: str | None,
-    settings: Mapping[str, Any],
-    *,
-    recipe: str | None = None,
-    file: str | Path | None = None,
+    suite: Suite, size: str | None, settings: Mapping[str, Any], *, file: str | Path | None = None
 ) -> list[Part]:
     """The parts of an evaluation on a suite. `settings` are the caller's own and win over the suite's, which win over
     what the model, the file and the recipe say. Raises `EnvgymError` where a name or a setting cannot be used."""
@@ -66,10 +61,8 @@ def parts_of_suite(
             "data": item.data,
             "rollout": sampling,
         }
-        try:
-            config = resolve(merge(of_suite, settings), recipe=recipe, file=file)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        with reported_as(ConfigError, name, of=ConfigError):
+            config = resolve(merge(of_suite, settings), file=file)
         given = settings.get("eval", {})
         own = {key: getattr(config.stages[-1].eval, key) for key in ("tasks", "samples") if key in given}
         if greedy or "temperature" in settings.get("rollout", {}):
@@ -78,12 +71,10 @@ def parts_of_suite(
     return parts
 
 
-def parts_of_env(
-    settings: Mapping[str, Any], *, recipe: str | None = None, file: str | Path | None = None
-) -> list[Part]:
+def parts_of_env(settings: Mapping[str, Any], *, file: str | Path | None = None) -> list[Part]:
     """The parts of an evaluation on one environment: as it is trained on and, with `eval.greedy`, greedily as well."""
     greedy, settings = _greedily(settings)
-    config = resolve(settings, recipe=recipe, file=file)
+    config = resolve(settings, file=file)
     stage = config.stages[-1]
     sampled = SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, tasks=stage.eval.tasks)
     how = {"samples": stage.eval.samples} | ({"sampling": Sampling(temperature=0.0)} if greedy else {})

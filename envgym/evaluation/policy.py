@@ -75,6 +75,8 @@ def run_evaluation(
     Raises `EnvgymError` where it cannot go on and `KeyboardInterrupt` at Ctrl-C; what ended is kept.
     """
     parts = folder.parts  # one that cannot be read is reported also where all is done
+    stage = parts[0].stage
+    display.begin(folder.config.name, f"{folder.suite or stage.env.name}, {stage.model}")
     with folder.locked():
         done = folder.read_result()
         if done is not None and done["status"] == "completed" and not retry_failed:

@@ -21,7 +21,8 @@ from envgym.launch.components import make_runner, running
 from envgym.processes import event_loop
 from envgym.rollout.scripted import Scripted, ScriptedEpisode, in_order
 from envgym.run_folder import RunFolder
-from envgym.services import Policy, start_services
+from envgym.services import start_services
+from envgym.services.start import refuse_policies
 from envgym.tasks import DataEnvSpec
 from envgym.types import (
     Action,
@@ -168,7 +169,7 @@ async def _score(
     spec = stage.make_spec()
     # A task object of its own for each episode, by which the recording is found.
     tasks = {index: replace(episode.task) for index, episode in enumerate(saved) if not episode.failed}
-    _refuse_policies(spec)
+    refuse_policies(spec, "which is not sampled here: name another model for it")
     _give(spec, list(tasks.values()))
     display.phase(f"setting up {spec.id}")
     async with (
@@ -206,16 +207,6 @@ async def _score(
     for index in tasks:
         judged[index].metrics |= _before(saved[index])
     return judged
-
-
-def _refuse_policies(spec: EnvSpec) -> None:
-    for part in (spec, *spec.parts()):
-        for name, declared in part.services.items():
-            if isinstance(declared, Policy):
-                raise ConfigError(
-                    f"environment {part.id} asks the policy itself (service {name}), which is not sampled here: "
-                    "name another model for it"
-                )
 
 
 def _give(spec: EnvSpec, tasks: Sequence[Task]) -> None:

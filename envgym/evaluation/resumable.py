@@ -16,7 +16,7 @@ from envgym.disk import locked, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import write_episodes
 from envgym.episodes.journal import EpisodeKey, Journal
-from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended
+from envgym.errors import ConfigError, DataError, RunError, WorkerError, extended, reported_as
 from envgym.hashing import model_hash, task_hash
 from envgym.rollout.runner import group_ids
 from envgym.types import Episode, Task
@@ -127,10 +127,8 @@ class UnfinishedFile(ResumableFolder):
     def begun(self, settings: Mapping[str, Any]) -> Iterator[None]:
         """The folder, locked, to play in; what is here is gone on from where it was made with these settings. Raises
         `RunError` where it was not, or cannot be read, unless it may be overwritten."""
-        try:
+        with reported_as(RunError, f"{self.path}, where episodes are kept, cannot be made"):
             self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{self.path}, where episodes are kept, cannot be made: {error.strerror}") from None
         with self.locked(), self.playing():
             self._begin(settings)
             yield
@@ -141,8 +139,10 @@ class UnfinishedFile(ResumableFolder):
         except DataError as error:
             self.differs(f"cannot be read ({error})")
         if self.kept:
-            old = self._settings()
-            if old is None:
+            old: Mapping[str, Any] = {}
+            with contextlib.suppress(ConfigError):
+                old = read_yaml(self._settings_file)
+            if not old:
                 self.differs(f"cannot go on, since {self._settings_file} is missing or damaged")
             elif changed := _differences(old, settings):
                 self.differs(f"were played with other settings ({'; '.join(changed)})")
@@ -162,12 +162,6 @@ class UnfinishedFile(ResumableFolder):
         except DataError as error:
             raise DataError(f"{error}; {self.what_is_kept()}") from None
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def _settings(self) -> Mapping[str, Any] | None:
-        try:
-            return read_yaml(self._settings_file) or None
-        except ConfigError:
-            return None
 
 
 def _differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -25,6 +25,8 @@ from envgym.render import NoRenderer, load_tokenizer, make_renderer
 from envgym.rollout.runner import Runner
 from envgym.run_folder import RunFolder
 from envgym.services import Chat, Services, start_services
+from envgym.services.policy import Bound
+from envgym.services.start import refuse_policies
 from envgym.workers.group import WorkerGroup
 from envgym.workers.ray import RayRuntime
 from envgym.workers.spec import WorkerSpec
@@ -140,9 +142,8 @@ async def start_sampling(
     if sleeps:
         await engine.tell("sleep", 1)
     for context in contexts:
-        context.services.bind_policy(
-            agent.renderer, engine, max_model_len, deterministic=config.deterministic, seed=config.seed
-        )
+        bound = Bound(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
+        context.services.bind_policy(bound)
     return engine, max_model_len
 
 
@@ -203,11 +204,8 @@ async def start_api(
     """The API as the engine, once it has answered: who gave a wrong key or name is told before anything else starts.
     It is closed with the first context."""
     for context in contexts:
-        if names := context.services.of_policy:
-            raise ConfigError(
-                f"environment {context.spec.id} asks the policy itself ({', '.join(names)}), which engine.kind=openai "
-                "cannot be: give that service a model of its own (base_url and model)"
-            )
+        own = "give that service a model of its own (base_url and model)"
+        refuse_policies(context.spec, f"which engine.kind=openai cannot be: {own}")
     from envgym.engines.openai import OpenAIEngine
 
     settings = stage.engine

@@ -12,7 +12,7 @@ from envgym import hub
 from envgym.config.recipes import made_model, makes_model
 from envgym.config.schema import STAGE, RunConfig, StageConfig
 from envgym.disk import publish, unfinished
-from envgym.errors import ConfigError, EnvgymError
+from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.models import check_no_file, is_path
 from envgym.render import load_tokenizer
 from envgym.run_folder import CONTROLLER, RunFolder, check_form, policy_of_run, run_of_checkpoint, stage_folders
@@ -20,7 +20,7 @@ from envgym.settings import validated
 from envgym.workers.lora import ADAPTER_CONFIG
 from envgym.yaml_files import read_yaml
 
-from .components import make_runtime, start_role
+from .components import running, start_role
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -121,20 +121,17 @@ async def _model_of_checkpoint(checkpoint: Path, runtime: str, display: Display,
     # In processes of their own also where a run is debugged: several ranks do not fit into the controller.
     config, stage = config.model_copy(update={"runtime": runtime, "debug": False}), config.stages[index]
     _check_ranks(checkpoint, stage)
-    try:
+    problem = f"checkpoint {checkpoint} is of no use without the model it began with"
+    with reported_as(ConfigError, problem, of=EnvgymError):
         if own := stage.roles.get("actor"):
             own.model = own.model and await fetch_model(own.model, config, display, make_model)
         stage = with_results(stage, config, run)
         base = await fetch_model(stage.model, config, display, make_model)
-    except EnvgymError as error:
-        raise ConfigError(f"checkpoint {checkpoint} is of no use without the model it began with: {error}") from None
-    try:
-        with unfinished(final) as made:
-            display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
-            await _write_policy(made, checkpoint, config, stage, folders[index], base)
-            publish(made, final)
-    except OSError as error:
-        raise ConfigError(f"the model of {checkpoint} cannot be written beside it: {error.strerror or error}") from None
+    problem = f"the model of {checkpoint} cannot be written beside it"
+    with reported_as(ConfigError, problem), unfinished(final) as made:
+        display.phase(f"reading the policy of {checkpoint}, once (kept in {final})")
+        await _write_policy(made, checkpoint, config, stage, folders[index], base)
+        publish(made, final)
     return final
 
 
@@ -166,18 +163,12 @@ async def _write_policy(
 ) -> None:
     """Write the policy of a checkpoint, with its tokenizer, into `out`."""
     ranks = stage.workers_of("actor").ranks
-    workers = make_runtime(config, folder)
-    try:
-        try:
-            actor = await start_role(config, stage, "actor", base, workers)
-        except EnvgymError as error:
-            which = f"the {ranks} ranks" if ranks > 1 else "the rank"
-            raise ConfigError(f"{which} that wrote checkpoint {checkpoint} cannot be started here: {error}") from None
-        try:
+    async with running(config, folder) as runtime:
+        which = f"the {ranks} ranks" if ranks > 1 else "the rank"
+        problem = f"{which} that wrote checkpoint {checkpoint} cannot be started here"
+        with reported_as(ConfigError, problem, of=EnvgymError):
+            actor = await start_role(config, stage, "actor", base, runtime)
+        with reported_as(ConfigError, f"checkpoint {checkpoint} cannot be read", of=EnvgymError):
             await actor.load_state(str(checkpoint / "actor"))
-        except EnvgymError as error:
-            raise ConfigError(f"checkpoint {checkpoint} cannot be read: {error}") from None
         await actor.save(str(out))
         load_tokenizer(base).save_pretrained(out)
-    finally:
-        await workers.close()

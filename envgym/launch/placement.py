@@ -51,12 +51,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The place of each worker, by its name; workers that share GPUs are in one pool."""
+    """The place of each worker, by its name."""
 
     nodes: tuple[Node, ...]
     parts: tuple[Part, ...]
     slots: Mapping[str, Slot] = field(default_factory=dict)
-    pools: tuple[tuple[str, ...], ...] = ()
 
     @property
     def uses_gpus(self) -> bool:
@@ -174,7 +173,7 @@ def place(parts: Sequence[Part], nodes: Sequence[Node], colocated: Sequence[Sequ
             if not gpus and (part.nodes or 1) > len(nodes):
                 raise ConfigError(f"{part.name} wants {part.nodes} machines, and there are {len(nodes)}")
             slots |= zip(part.workers, _slots(part, gpus, min(1.0, part.gpus) / len(pool.parts)), strict=True)
-    return Plan(tuple(nodes), tuple(parts), slots, tuple(tuple(part.name for part in pool.parts) for pool in pools))
+    return Plan(tuple(nodes), tuple(parts), slots)
 
 
 @dataclass(frozen=True, slots=True)

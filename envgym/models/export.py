@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from envgym.disk import unfinished
-from envgym.errors import ConfigError, needs
+from envgym.errors import ConfigError, needs, reported_as
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 GGUF = ".gguf"
@@ -32,7 +32,7 @@ def export_model(model: Path, out: Path, dtype: Dtype, converter: str | None, no
     if (out.suffix == GGUF) != (converter is not None):
         wants = "a file that ends with .gguf" if converter else "--converter, the command that writes GGUF files"
         raise ConfigError(f"exporting {out.name} needs {wants}")
-    try:
+    with reported_as(ConfigError, f"{out} cannot be written"):
         if converter is None:
             with unfinished(out) as made:
                 write_folder(model, made, dtype)
@@ -42,8 +42,6 @@ def export_model(model: Path, out: Path, dtype: Dtype, converter: str | None, no
             write_folder(model, Path(folder), dtype)
             convert(Path(folder), out, dtype, converter)
             check_template(Path(folder), out, note)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     return out
 
 
@@ -63,10 +61,8 @@ def write_folder(model: Path, out: Path, dtype: Dtype) -> None:
 def convert(folder: Path, out: Path, dtype: Dtype, converter: str) -> None:
     """Run the user's converter."""
     command = [*shlex.split(converter), str(folder), "--outfile", str(out), "--outtype", OUTTYPES[dtype]]
-    try:
+    with reported_as(ConfigError, f"the converter {command[0]} does not start"):
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-    except OSError as error:
-        raise ConfigError(f"the converter {command[0]} does not start: {error.strerror}") from None
     if done.returncode or not out.is_file():
         last = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()[-1]
         raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envgym.disk import cache_folder
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 
 from .problems import Problem
 
@@ -137,16 +137,12 @@ def made_token(name: str) -> Iterator[tuple[str, str]]:
     folder = cache_folder("tokens")
     path = folder / name
     token = secrets.token_urlsafe(32)
-    try:
+    advice = "give one with --token-file, or name a folder that can be with ENVGYM_CACHE=FOLDER"
+    with reported_as(ConfigError, f"the token cannot be written to {path}", advice):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)  # what a server that was killed has left; its permissions may be anything
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(token + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"the token cannot be written to {path}: {error.strerror}; give one with --token-file, or name a folder "
-            "that can be with ENVGYM_CACHE=FOLDER"
-        ) from None
     try:
         yield token, str(path)
     finally:

@@ -35,11 +35,9 @@ class WorkerHandle(Protocol):
         Raises `WorkerError` (one line, and where the rest is logged) when the method raised, `WorkerDied` when
         the process is gone.
         """
-        ...
 
     async def close(self) -> None:
         """End the worker, politely first, then by force. Safe to call twice and after its death."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,9 @@ class Runtime(Protocol):
         `name` is for people and log files; `environ` is added to the worker's environment before it imports
         anything.
         """
-        ...
 
     async def close(self) -> None:
         """Close every worker that was started."""
-        ...
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envgym.disk import write_atomically
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, reported_as
 from envgym.registry import Registration
 from envgym.settings import settings_error
 
@@ -89,11 +88,15 @@ def scope_of(name: str) -> Scope | None:
 def read(scope: Scope) -> Mapping[str, NamedEnvironment]:
     """The names in `scope`. A relative path in the file counts from the file's folder."""
     path = file_of(scope)
-    try:
-        status = path.stat()
-    except OSError:
+    if not os.path.exists(path):
         return {}
-    return _parse(path, status.st_mtime_ns, status.st_size)
+    from envgym.yaml_files import read_yaml
+
+    try:
+        entries = _File.model_validate(read_yaml(path)).environments
+    except ValidationError as error:
+        raise settings_error(error, _File, str(path)) from None
+    return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
 
 
 def add(scope: Scope, name: str, entry: NamedEnvironment) -> Path:
@@ -106,21 +109,6 @@ def remove(scope: Scope, name: str) -> Path:
     return _change(scope, name, None)
 
 
-@functools.lru_cache(maxsize=8)
-def _parse(path: Path, _modified: int, _size: int) -> dict[str, NamedEnvironment]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    try:
-        entries = _File.model_validate(content or {}).environments
-    except ValidationError as error:
-        raise settings_error(error, _File, str(path)) from None
-    return {name: _with_paths(entry, path.parent) for name, entry in entries.items()}
-
-
 def _with_paths(entry: NamedEnvironment, folder: Path) -> NamedEnvironment:
     paths = {name: path for name in ("token_file", "ca_file") if (path := getattr(entry, name)) is not None}
     return entry.model_copy(update={name: folder / path.expanduser() for name, path in paths.items()})
@@ -130,21 +118,20 @@ def _change(scope: Scope, name: str, entry: dict[str, Any] | None) -> Path:
     """Write `entry` for `name`, or remove the name with None. The file is written anew: comments in it are not kept."""
     import yaml
 
+    from envgym.yaml_files import read_yaml
+
     path = file_of(scope)
-    try:
+    with reported_as(ConfigError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(path.parent):
             read(scope)  # what cannot be read is not written over
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            entries = dict((yaml.safe_load(text) or {}).get("environments", {}))
+            entries = dict(read_yaml(path).get("environments", {})) if path.exists() else {}
             if entry is None:
                 del entries[name]
             else:
                 entries[name] = entry
             content = yaml.safe_dump({"environments": entries}, sort_keys=False, allow_unicode=True)
             write_atomically(path, HEADER + content)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 

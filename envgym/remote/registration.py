@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from envgym.errors import ConfigError, EnvgymError
+from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.net.listening import is_loopback, listen, tls_context
 from envgym.net.problems import Problem
 from envgym.net.server import SERVER, Connections, admitted, parse, read_json, running
@@ -284,10 +284,8 @@ class Announcement:
     def check(self) -> None:
         """Raise `ConfigError` for an address or a weight that cannot be used."""
         for option, url in (("--register", self.trainer), ("--advertise", self.advertise)):
-            try:
+            with reported_as(ConfigError, option, of=ConfigError):
                 named = "" if url is None else parse_address(url).name
-            except ConfigError as error:
-                raise ConfigError(f"{option}: {error}") from None
             if named and option == "--advertise":
                 raise ConfigError(f"--advertise is the server's address, without an environment's name: not {url}")
         if not 0 < self.weight <= 1e6:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envgym.errors import ConfigError, InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome, reported_as
 from envgym.net.client import JsonCaller
 from envgym.net.shared_calls import SharedCalls
 from envgym.net.tokens import api_key
@@ -89,10 +89,8 @@ class OpenAIChatClient(ChatClient):
         self._cache: Path | None = None
         if chat.cache_dir is not None:
             self._cache = Path(chat.cache_dir).expanduser()
-            try:
+            with reported_as(ConfigError, f"cache_dir: {self._cache} cannot be made"):
                 self._cache.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"cache_dir: {self._cache} cannot be made: {error.strerror}") from None
         self._api = ChatCompletions(chat, self.counters)
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._asking: SharedCalls[str, str] = SharedCalls()

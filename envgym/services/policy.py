@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from envgym.engine import Engine, Request, SamplingParams
-from envgym.errors import InvalidOutcome, PromptTooLong
+from envgym.errors import InvalidOutcome, PromptTooLong, reported_as
 from envgym.render.spelling import by_others
 from envgym.types import Observation, as_messages, int_array
 
@@ -65,10 +65,8 @@ class PolicyClient(ChatClient):
         ids = dialogue.begin(Observation(messages=by_others(as_messages(messages))))
         stop = tuple(bound.renderer.stop_token_ids)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=stop)
-        try:
+        with reported_as(PromptTooLong, f"service {self._name}", of=PromptTooLong):
             sampling = sampling.within(bound.max_model_len, len(ids))
-        except PromptTooLong as error:
-            raise PromptTooLong(f"service {self._name}: {error}") from None
         self.counters["requests"] += 1
         asked = hashlib.sha256(json.dumps([bound.seed, seed, ids]).encode()).hexdigest()
         if seed is None and bound.deterministic:

@@ -17,10 +17,10 @@ from .client import Client
 from .declarations import Chat, Policy, RewardEndpoint, RewardModel, Service
 
 if TYPE_CHECKING:
-    from envgym.engine import Engine
     from envgym.env import EnvSpec
     from envgym.processes.runtime import Runtime
-    from envgym.render import Renderer
+
+    from .policy import Bound
 
 WORKER = "service-{}"
 """The name of a service's worker."""
@@ -37,27 +37,18 @@ class Services:
         """The services' names; equal ones are one."""
         return list(self._clients)
 
-    @property
-    def of_policy(self) -> list[str]:
-        """Those of the names that are the policy itself."""
-        from .policy import PolicyClient
-
-        return [name for name, client in self._clients.items() if isinstance(client, PolicyClient)]
-
     async def start(self) -> None:
         """Start every service that is not running yet."""
         for client in self._clients.values():  # one after the other: each looks for a device with room
             await client.start()
 
-    def bind_policy(
-        self, renderer: Renderer, engine: Engine, max_model_len: int, *, deterministic: bool = False, seed: int = 0
-    ) -> None:
+    def bind_policy(self, bound: Bound) -> None:
         """Let `Policy` services sample this engine."""
-        from .policy import Bound, PolicyClient
+        from .policy import PolicyClient
 
         for client in self._clients.values():
             if isinstance(client, PolicyClient):
-                client.bind(Bound(renderer, engine, max_model_len, deterministic, seed))
+                client.bind(bound)
 
     @property
     def counters(self) -> Counter[str]:
@@ -126,12 +117,14 @@ def local_models(spec: EnvSpec) -> dict[str, str]:
 
 def check_servable(spec: EnvSpec) -> None:
     """Raise `ConfigError` for what a client would silently play differently from the local environment."""
-    for part in (spec, *spec.parts()):
-        if opponents := [name for name, service in part.services.items() if isinstance(service, Policy)]:
-            raise ConfigError(
-                f"environment {part.id} plays against the policy in training ({opponents[0]}), which is not here: give "
-                "it another model, or train without a server"
-            )
+    refuse_policies(spec, "which is not here: give it another model, or train without a server")
+
+
+def refuse_policies(spec: EnvSpec, reason: str) -> None:
+    """Raise `ConfigError`, which gives the `reason`, for an environment that asks the policy in training."""
+    for part in _with_parts(spec):
+        if names := [name for name, service in part.services.items() if isinstance(service, Policy)]:
+            raise ConfigError(f"environment {part.id} asks the policy itself ({', '.join(names)}), {reason}")
 
 
 def _declared(spec: EnvSpec) -> dict[str, Service]:

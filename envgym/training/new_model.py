@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from envgym.config.recipes import load_recipe, made_model
 from envgym.config.resolve import resolve
 from envgym.disk import publish, unfinished
-from envgym.errors import ConfigError, EnvgymError
+from envgym.errors import ConfigError, EnvgymError, reported_as
 from envgym.launch.components import prepared
 from envgym.models.fresh import FreshModelConfig, make_fresh_model, text_of
 from envgym.run_folder import RunFolder
@@ -41,11 +41,9 @@ async def make_model(name: str, display: Display, *, runtime: str = "local") -> 
     with unfinished(final) as work:
         fresh = work / "fresh"
         run = {"model": str(fresh), "runtime": runtime, "name": "warm_up", "runs_dir": str(work)}
-        try:
+        with reported_as(ConfigError, f"recipe {name}", of=EnvgymError):
             size = validated(_NewModel, {"new_model": recipe["new_model"]}).new_model
             config = resolve(run, recipe=name)
-        except EnvgymError as error:
-            raise ConfigError(f"recipe {name}: {error}") from None
         if len(config.stages) > 1:
             raise ConfigError(f"recipe {name}: a model is warmed up in one stage, not in {len(config.stages)}")
         stage = config.stages[0]

@@ -19,7 +19,7 @@ from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig
 from envgym.config.words import LENGTHS
 from envgym.disk import locked, write_atomically
-from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError
+from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
 from envgym.run_folder import STOP, RunFolder, stage_folders
 from envgym.yaml_files import read_yaml
 
@@ -79,10 +79,8 @@ def _new_folder(folder: Path, config: RunConfig) -> Iterator[None]:
                 shutil.rmtree(folder)
     if folder.exists():
         raise RunError(f"run folder {folder} exists: choose another --name, or go on with --resume {config.name}")
-    try:
+    with reported_as(RunError, f"run folder {folder} cannot be made"):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise RunError(f"run folder {folder} cannot be made: {error.strerror}") from None
     with locked(folder, "envgym train"):
         write_atomically(folder / "config.yaml", config.to_yaml())
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from envgym.config.schema import RunConfig, StageConfig
@@ -29,26 +30,21 @@ if TYPE_CHECKING:
     from envgym.monitoring.display import Display
 
 
+@dataclass(eq=False)
 class StepGroups:
     """Plays a stage's tasks into its buffer, and writes what was played to the run's folder. The counts and the times
     of a step go into `progress`; `stop` ends what is being played."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        stage: StageConfig,
-        components: Components,
-        folder: RunFolder,
-        progress: Progress,
-        stop: Stop,
-        display: Display,
-    ) -> None:
-        self.stage = stage
-        self.components = components
-        self.folder = folder
-        self.progress = progress
-        self.stop = stop
-        self.display = display
+    run: RunConfig
+    stage: StageConfig
+    components: Components
+    folder: RunFolder
+    progress: Progress
+    stop: Stop
+    display: Display
+
+    def __post_init__(self) -> None:
+        run, stage, components = self.run, self.stage, self.components
         self.uses_policy = components.runner.agent.uses_policy
         curriculum = Curriculum(stage.curriculum, run.seed) if stage.curriculum.skip else None
         self.cursor = TaskCursor(components.runner.spec.tasks("train"), run.seed, curriculum)
@@ -63,7 +59,9 @@ class StepGroups:
         if stage.rollout.max_staleness and self.uses_policy:
             self.supply = Supply(self.buffer, self.cursor, stage.rollout, self.play_alone)
         keeps = self.uses_policy and not run.deterministic and self.supply is None
-        self.unfinished = UnfinishedStep(folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None)
+        self.unfinished = UnfinishedStep(
+            self.folder.unfinished_step, stage.checkpoint.episodes_every if keeps else None
+        )
         self._writing: asyncio.Future[None] | None = None
         self._writing_learned: asyncio.Future[None] | None = None
 

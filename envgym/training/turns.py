@@ -18,7 +18,7 @@ class Turns:
     given them, the actor goes, and only then they take memory for their cache.
     """
 
-    def __init__(self, pool: EnginePool | None, roles: dict[str, WorkerGroup], *, keeps_weights: bool) -> None:
+    def __init__(self, pool: EnginePool, roles: dict[str, WorkerGroup], *, keeps_weights: bool) -> None:
         self._pool = pool
         self._roles = roles
         self._keeps_weights = keeps_weights
@@ -28,7 +28,6 @@ class Turns:
         """Let the models have the memory. `for_new_weights`: what the engines hold will not be used again."""
         if not self._roles or not self._sampling:
             return
-        assert self._pool is not None
         await self._pool.tell("sleep", 2 if for_new_weights and not self._keeps_weights else 1)
         await asyncio.gather(*(group.on_all("onload") for group in self._roles.values()))
         self._sampling = False
@@ -41,13 +40,11 @@ class Turns:
     async def hand_over(self, send: Callable[[], Awaitable[None]] | None) -> None:
         """Let the engines have the memory, and new weights by `send`, if they are to have some."""
         if self._roles:
-            assert self._pool is not None
             await asyncio.gather(*(group.on_all("offload", role == "actor") for role, group in self._roles.items()))
             await self._pool.tell("wake", "weights")
         if send is not None:
             await send()
         if self._roles:
-            assert self._pool is not None
             if "actor" in self._roles:
                 await self._roles["actor"].on_all("offload", False)
             await self._pool.tell("wake", "cache")

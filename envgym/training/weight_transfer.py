@@ -42,7 +42,6 @@ class Transfer(Protocol):
 
     async def send(self, engines: EnginePool, version: int) -> Receipt:
         """Replace the weights of all engines of a pool by the actor's, as policy `version`."""
-        ...
 
 
 class FileTransfer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from envgym.disk import write_atomically
-from envgym.errors import ConfigError, DataError, EnvgymError
+from envgym.errors import ConfigError, DataError, EnvgymError, reported_as
 
 from .server import PAGE, Answers, dumped
 
@@ -107,10 +107,8 @@ def export(source: Path, out: Path, *, episodes: int, megabytes: float) -> Held:
     kept = sum(hold(path, ask(path)) for path in itertools.islice(in_turns(wanted), episodes))
     lists = len(wanted) + sum(hold(path, ask(path)) for path in older)
     content = "{" + ",".join(f"{dumped(path)}:{text}" for path, text in held.items()) + "}"
-    try:
+    with reported_as(ConfigError, f"--out {out} cannot be written"):
         write_atomically(out, _page(source.name, content))
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror or error}") from None
     names = {line["id"] for line in lines if line.get("why")} | {path.split("|")[1] for path in unread}
     return Held(out.stat().st_size, kept, whole, lists, len(steps), sorted(names))
 

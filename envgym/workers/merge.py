@@ -11,7 +11,7 @@ from typing import Any
 
 from envgym import hub
 from envgym.disk import unfinished
-from envgym.errors import ConfigError, needs
+from envgym.errors import ConfigError, needs, reported_as
 from envgym.models import check_no_file, is_path
 
 from .lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ORIGIN
@@ -39,14 +39,12 @@ def merge_adapter(adapter: str, out: str, *, base: str | None = None, note: Call
     if not base:
         raise ConfigError(f"the adapter {adapter} does not name its base: give it with --base")
     base = _find_base(base, adapter, note)
-    try:
-        with unfinished(final) as made:  # first: a large base is not loaded in vain
-            _merged(folder, config, base).save_pretrained(made)
-            if not _save_tokenizer((str(folder), base), made):
-                note(f"{base} has no tokenizer, and so {out} has none")
-            os.replace(made, final)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    # The folder first: a large base is not loaded in vain.
+    with reported_as(ConfigError, f"{out} cannot be written"), unfinished(final) as made:
+        _merged(folder, config, base).save_pretrained(made)
+        if not _save_tokenizer((str(folder), base), made):
+            note(f"{base} has no tokenizer, and so {out} has none")
+        os.replace(made, final)
     return final
 
 

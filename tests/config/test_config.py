@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import yaml
 
-from envgym.config.known_settings import OTHER_NAMES, known_keys
+from envgym.config.known_settings import known_keys, other_names
 from envgym.config.resolve import resolve
 from envgym.config.schema import RunConfig
 from envgym.config.words import merge, parse_words
@@ -447,9 +447,9 @@ def test_a_hint_names_what_the_runs_own_parts_have():
 
 def test_every_key_that_others_have_another_name_for_is_one():
     keys = {*known_keys({"env": "math_verify", "learner": "ppo"}), "engine.args"}
-    assert OTHER_NAMES.keys() <= keys
+    assert other_names().keys() <= keys
     known = {key.rpartition(".")[2] for key in keys}
-    assert not {name for names in OTHER_NAMES.values() for name in names} & known
+    assert not {name for names in other_names().values() for name in names} & known
 
 
 def test_an_environment_is_asked_for():

@@ -14,7 +14,7 @@ from envgym.processes.runtime import InlineRuntime
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.sampler import Waves
 from envgym.services import Policy, start_services
-from envgym.services.policy import WAVES
+from envgym.services.policy import WAVES, Bound
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "what is 12 + 34?"}]
 
@@ -39,7 +39,7 @@ def with_policy(tiny_model, body, *, deterministic=False):
                 client = spec.clients["opponent"]
                 with pytest.raises(InvalidOutcome, match="service opponent is the policy in training, and none"):
                     await client.complete(MESSAGES)
-                services.bind_policy(renderer, engine, 512, deterministic=deterministic, seed=3)
+                services.bind_policy(Bound(renderer, engine, 512, deterministic, seed=3))
                 result = await body(client, engine, renderer)
                 assert services.counters["opponent/requests"] == client.counters["requests"] > 0
                 return result
