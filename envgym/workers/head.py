@@ -169,12 +169,13 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
         # The factor between a logit and z, once for each row instead of for each logit.
         temperatures, scale = vocabulary.temperatures, vocabulary.rescaling.scale
         d_targets = d_logprobs / temperatures[:, None] * scale
+        d_rows = d_targets.sum(1)
         d_entropies = d_entropies / temperatures * scale if ctx.graph and d_entropies is not None else None
         d_hidden = torch.zeros_like(vocabulary.hidden, dtype=d_targets.dtype) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
         d_bias = torch.empty_like(vocabulary.bias) if wants_bias and vocabulary.bias is not None else None
         for part in vocabulary.slices:
-            gradient = _logits_gradient(ctx, part, d_targets, d_entropies)
+            gradient = _logits_gradient(ctx, part, d_targets, d_rows, d_entropies)
             if d_bias is not None:
                 d_bias[part] = gradient.sum(0)
             d_logits = gradient.to(weight.dtype)
@@ -189,14 +190,16 @@ class _Score(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
         return None if d_hidden is None else d_hidden.to(vocabulary.hidden.dtype), d_weight, d_bias, *[None] * 6
 
 
-def _logits_gradient(ctx: Any, part: slice, d_targets: torch.Tensor, d_entropies: torch.Tensor | None) -> torch.Tensor:
-    """[N, width] the gradient of a slice's logits, for that of the targets' log-probabilities [N, K] and of the
-    entropies [N]. It is computed in the memory of the logits."""
+def _logits_gradient(
+    ctx: Any, part: slice, d_targets: torch.Tensor, d_rows: torch.Tensor, d_entropies: torch.Tensor | None
+) -> torch.Tensor:
+    """[N, width] the gradient of a slice's logits, for that of the targets' log-probabilities [N, K], which add up to
+    `d_rows` [N], and that of the entropies [N]. It is computed in the memory of the logits."""
     vocabulary, cap = ctx.vocabulary, ctx.vocabulary.rescaling.cap
     z = ctx.logits if ctx.logits is not None else vocabulary.logits(part)
     ctx.logits = None  # overwritten here
     slope = None if cap is None else 1 - (z * (vocabulary.temperatures / cap)[:, None]).square()
-    log_p, d_rows = z.sub_(ctx.total[:, None]), d_targets.sum(1)
+    log_p = z.sub_(ctx.total[:, None])
     if d_entropies is None:
         gradient = log_p.exp_().mul_(-d_rows[:, None])
     else:
